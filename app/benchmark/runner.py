@@ -28,8 +28,12 @@ from app.training.run_info import describe_environment
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.tiling import IndexSettings
 
-MAY_GROW = ("tiles", "ranks", "stages", "strategies", "repeats", "resume", "out", "trial_timeout_s", "index_workers")
-"""Settings that may differ when a benchmark is gone on with: they add runs, and change none that was made."""
+MAY_GROW = (
+    *("tiles", "ranks", "stages", "strategies", "microbatches", "repeats", "resume", "out"),
+    *("trial_timeout_s", "index_workers"),
+)
+"""Settings that may differ when a benchmark is gone on with: they add runs, and change none that was made. Of
+``microbatches`` the number ``m`` that it stands for has to be the same."""
 ALL = SplitSettings(validation=0.0, test=0.0)
 """Every slide is trained on: a benchmark scores nothing."""
 NEVER = 10**9
@@ -81,8 +85,10 @@ class BenchmarkRunner:
             kept = read_data(path)
             others = differing(kept, asked, "the benchmark has", MAY_GROW)
             # The default follows from the number of ranks, which may grow.
-            if kept.get("microbatches") is None and kept.get("m") != self._command.m:
-                others.append(f"microbatches: the benchmark has {kept.get('m')}, asked is {self._command.m}")
+            if (m := kept.get("m")) != self._command.m:
+                others.append(
+                    f"microbatches: the benchmark has {m}, asked is {self._command.m}: add --microbatches {m}"
+                )
             fewest = min(kept["ranks"]), min(self._command.ranks)
             if self._command.scaling == "weak" and fewest[0] != fewest[1]:
                 others.append("ranks: --batch is that of the fewest, {} in the benchmark; asked are {}".format(*fewest))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.planning.explained import hours_text
 from app.settings.cli import RunError
+from app.settings.fields import bytes_of
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.settings.strategy import StrategySettings
@@ -231,6 +232,8 @@ def machine_of(config: RunConfig, *, timed: bool, reserved: int = 0) -> Machine:
     return this_machine(
         strategy.world,
         memory=strategy.memory_bytes,
+        # No limit for boxes, which write to files what does not fit.
+        host_memory=bytes_of(strategy.offload_host or "") if strategy.offload != "none" else None,
         device=strategy.device,
         precision=strategy.computed_precision,
         channels_last=strategy.channels_last,
@@ -244,6 +247,7 @@ def machine_of(config: RunConfig, *, timed: bool, reserved: int = 0) -> Machine:
 
 
 def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
+    from app.launch.place import device_kind
     from app.planning.machine import precision_here
 
     strategy = config.strategy
@@ -259,6 +263,7 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "memory": strategy.memory,
         "optimizer": config.optimization.optimizer,
         "averages": config.optimization.ema > 0,
+        "device": device_kind(strategy.device),
         "precision": precision_here(strategy.computed_precision, strategy.device),
         "parallel": strategy.parallel,
         "grid": strategy.grid,
@@ -267,6 +272,7 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "zero": strategy.zero,
         "recompute": strategy.recompute,
         "offload": strategy.offload,
+        "offload_host": strategy.offload_host,
         "offload_state": strategy.offload_state,
         "gradient_buckets": strategy.gradient_buckets,
         "stream": strategy.stream,

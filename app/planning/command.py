@@ -42,7 +42,7 @@ class PlanCommand:
     microbatches: int | None = None
     """Only this number of microbatches; default: any."""
     memory: str | None = None
-    """Memory of each rank, such as 16GiB, of which plans fill nine tenths; default: the device's, or what is free."""
+    """Memory of each rank, such as 16GiB, of which plans leave a reserve; default: the device's, or what is free."""
     device_spec: str | None = None
     """Device by its data sheet, such as v100-16gb, or several, as a40-48gb:2,t4-16gb:2; default: this machine."""
     per_node: int | None = None

@@ -166,6 +166,7 @@ def train_line(command: PlanCommand, strategy: Strategy) -> str:
     words += ["--ranks", str(strategy.ranks), "--parallel", strategy.name, "--microbatches", str(strategy.m)]
     if strategy.ways > 1 or (strategy.depth > 1 and strategy.groups > 1):
         words += ["--stages", str(max(strategy.ways, strategy.depth))]
+    words += [shlex.quote(f"--cuts={','.join(strategy.cuts)}")] if strategy.cuts else []
     words += ["--grid", str(grid)] if grid else []
     words += ["--recompute", policy.recompute] if policy.recompute != "none" else []
     words += ["--memory", command.memory] if policy.recompute == "optimal" and command.memory else []

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from app.launch.host import cpu_model, memory_bytes, usable_cores
-from app.launch.place import Precision, autocast_of, decide_precision, device_kind
+from app.launch.host import cpu_model, memory_bytes
+from app.launch.place import Precision, autocast_of, decide_precision, device_kind, node_cores, threads_set
 from app.settings.cli import RunError
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import (
@@ -110,10 +110,11 @@ def this_machine(
         free = gpu.free_bytes // -(-per_node // torch.cuda.device_count()) - CUDA_CONTEXT
         name = gpu.name
     else:
-        threads = max(1, usable_cores() // per_node)
-        lanes, together = usable_cores() / threads, min(per_node, usable_cores())
+        cores = node_cores()
+        threads = min(cores, threads_set() or max(1, cores // per_node))
+        lanes, together = cores / threads, min(per_node, cores // threads)
         free = available
-        name = f"{cpu_model()}, {usable_cores()} cores"
+        name = f"{cpu_model()}, {cores} cores"
     used = precision_here(precision, device)
     autocast = autocast_of(used)
     limit = free - reserved if memory is None else memory
@@ -136,7 +137,7 @@ def this_machine(
         if where.type == "cuda":
             cluster = _linked_gpus(cluster)
         elif per_node > 1:
-            cluster = _linked(cluster, _links(min(per_node, MEASURED_RANKS * usable_cores()), threads))
+            cluster = _linked(cluster, _links(min(per_node, MEASURED_RANKS * cores), threads))
     except RuntimeError as fault:
         raise RunError(f"{fault}; {advice}") from fault
 

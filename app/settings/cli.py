@@ -115,7 +115,7 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
         return
     print(f"\n{title}")
     lines = [headers, *rows] if any(headers) else list(rows)
-    widths = [max(cell_len(line[i]) for line in lines) for i in range(len(headers))]
+    widths = [max((cell_len(line[i]) for line in lines), default=0) for i in range(len(headers))]
     for line in lines:
         padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
         print(("  " + "  ".join(padded)).rstrip(), flush=True)

@@ -244,15 +244,23 @@ def working_set(graph: LayerGraph, layer: Layer) -> int:
 
 
 def too_small(rows: Sequence[PlanRow], cluster: Cluster) -> str:
-    """Return what to say when nothing fits: the least memory that would do."""
+    """Return what to say when nothing fits: the least memory, of the device or the host, that would do."""
     known = [row for row in rows if row.peak_bytes]
     if not known:
         reasons = dict.fromkeys(row.refused for row in rows)
         none = "name another --parallel, --stages or --microbatches, or a --batch with a tile for each rank"
         return f"no strategy can run: {'; '.join(reasons) or none}"
     nearest = min(known, key=lambda row: row.over_bytes)
+    peak = max(nearest.peak_bytes)
+    if peak <= cluster.usable_bytes:
+        host = round(cluster.host_bytes)
+        return (
+            f"nothing fits in {bytes_text(host)} of host memory a rank: {nearest.strategy} needs least, "
+            f"{bytes_text(host + nearest.over_bytes)}. Give more (--host-memory of app.plan, --offload-host of "
+            "app.train), more --memory, or a smaller --tile"
+        )
     return (
         f"nothing fits in {bytes_text(cluster.memory_bytes)} a rank: {nearest.strategy} needs least, "
-        f"{bytes_text(cluster.needed_bytes(max(nearest.peak_bytes)))}. Use more ranks, a smaller --tile, or "
+        f"{bytes_text(cluster.needed_bytes(peak))}. Use more ranks, a smaller --tile, or "
         "--precision bf16"
     )

@@ -30,7 +30,7 @@ from parallel.plan.added_costs import BranchedParts, policy_costs
 from parallel.plan.balance import MemoryRule, partition_optimal
 from parallel.plan.part_costs import Divisible, TeamParts
 from parallel.plan.plan import Limit
-from parallel.plan.step_time import schedule_of, weights_of
+from parallel.plan.step_time import largest_weights, schedule_of
 from parallel.plan.streamed import Streamed, StreamedStages
 from parallel.schedule.timeline import StageCost
 from parallel.space.team import TeamGrid
@@ -236,12 +236,12 @@ class StageCache:
             "slots": self.task.slots,
             "zero": candidate.zero,
             "copies": candidate.groups * candidate.members,
-            "weights": weights_of(candidate, self.task.batch),
+            "weights": largest_weights(candidate, self.task.batch),
             "device": self.cluster.kind,
         }
 
     def rank_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
-        """Return the bytes of a rank of the first group."""
+        """Return the bytes of a rank of the fullest group."""
         computing = self._computing_bytes(candidate, partition, rank)
         return dataclasses.replace(computing, communication=communication_bytes(candidate, self.cluster))
 
@@ -265,13 +265,13 @@ class StageCache:
         return of_rank
 
     def host_bytes(self, candidate: Strategy, partition: Partition) -> int:
-        """Return the bytes that the fullest rank of the first group takes on the host."""
+        """Return the bytes that the fullest rank takes on the host."""
         if candidate.policy.stream is not None and self._streamed is not None:
             return self._streamed.host_bytes(candidate, self.tiles(candidate))
         if not candidate.policy.moves:
             return 0
         stages = self._memory_of(candidate).host(partition, candidate.policy)
-        return max(host_bytes(schedule_of(candidate)[0], stages, weights_of(candidate, self.task.batch)))
+        return max(host_bytes(schedule_of(candidate)[0], stages, largest_weights(candidate, self.task.batch)))
 
     def stage_costs(self, candidate: Strategy, partition: Partition) -> list[StageCost]:
         """Return the costs of the stages for the largest microbatch, with what the candidate's policy takes."""

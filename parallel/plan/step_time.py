@@ -55,14 +55,24 @@ class StepTime:
 
 
 def schedule_of(candidate: Strategy) -> tuple[Schedule, Mesh]:
-    """Return what the ranks of the first group compute, and where; of the one with most to compute, where shares
-    differ.
+    """Return what the ranks of the group with most microbatches compute, and where.
 
     Raises:
         ValueError: the schedule does not run with these numbers.
     """
-    most = max(len(candidate.share_of(group)) for group in ((0,) if not candidate.shares else range(candidate.groups)))
-    return _schedule_of_group(candidate, most)
+    return _schedule_of_group(candidate, _most_microbatches(candidate))
+
+
+def largest_weights(candidate: Strategy, batch: int) -> tuple[float, ...]:
+    """Return the weights of as many microbatches as ``schedule_of`` has, the first of the batch: no group has larger
+    ones."""
+    return _weights(batch, candidate.m, tuple(range(_most_microbatches(candidate))))
+
+
+def _most_microbatches(candidate: Strategy) -> int:
+    """Return the microbatches of the group with most of them."""
+    groups = range(candidate.groups) if candidate.shares else (0,)
+    return max(len(candidate.share_of(group)) for group in groups)
 
 
 def _schedule_of_group(candidate: Strategy, microbatches: int) -> tuple[Schedule, Mesh]:

@@ -232,6 +232,10 @@ def test_another_benchmark_is_not_gone_on_with(tmp_path, capsys):
     assert "cannot" in capsys.readouterr().out
     assert bench.main([*asked, "--strategies", "single", "--resume", "--batch", "2"]) == 2
     assert "batch: the benchmark has 8, asked is 2" in capsys.readouterr().err
+    more = [*asked, "4", "--strategies", "single", "--resume"]  # ranks, whose most decide the default of microbatches
+    assert bench.main(more) == 2
+    assert "the benchmark has 2, asked is 8: add --microbatches 2" in capsys.readouterr().err
+    assert bench.main([*more, "--microbatches", "2"]) == 1
     grown = [*asked[:2], "--out", str(tmp_path / "weak"), "--tiles", "256", "--scaling", "weak", "--microbatches", "4"]
     assert bench.main([*grown, "--strategies", "ddp", "--ranks", "2", "4"]) == 1
     assert bench.main([*grown, "--strategies", "ddp", "--ranks", "1", "2", "4", "--resume"]) == 2

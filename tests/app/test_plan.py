@@ -78,6 +78,12 @@ def test_too_little_memory_for_anything_says_the_least(plan):
         assert words in printed
 
 
+def test_where_no_strategy_can_run_the_plan_says_so():
+    """``max`` over the lines of an empty table had said "max() arg is an empty sequence"."""
+    asked = "--parallel ddp --ranks 4 --batch 2 --model resnet18 --tile 256 --device-spec v100-16gb"
+    assert "no strategy can run: name another --parallel" in call("app.plan", *asked.split(), code=1).stdout
+
+
 def test_the_largest_tile_is_of_the_stages_and_microbatches_that_are_asked_for(plan, tmp_path, monkeypatch):
     def largest(names, _, least):
         return [LargestTile(name, PLAIN, 256, least(256, name, PLAIN), None) for name in names]
@@ -166,6 +172,23 @@ def test_links_and_sums_of_this_machine_are_those_measured_on_it(capsys, monkeyp
         this_machine(2, device="cpu")
     monkeypatch.delattr("app.planning.machine.load_or_measure_links")
     assert this_machine(1, device="cpu").cluster.sums is None, "one rank talks to nobody"
+
+
+@pytest.mark.usefixtures("known_speeds")
+@pytest.mark.parametrize(
+    ("threads_set", "ranks_of_threads", "lanes"),
+    [(None, "4 ranks of 2 threads", 4), (1, "4 ranks of 1 thread", 8), (4, "2 ranks of 4 threads", 2)],
+)
+def test_ranks_are_calibrated_with_the_threads_that_they_compute_with(
+    threads_set, ranks_of_threads, lanes, capsys, monkeypatch
+):
+    monkeypatch.setattr("app.planning.machine.node_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads_set:
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads_set))
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads_set)
+    assert this_machine(4, device="cpu").cluster.lanes == lanes
+    assert f"calibrating this machine for {ranks_of_threads}, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("memory", "host"), [(2 * GIB, 16 * GIB), (24 * GIB, 8 * GIB), (40 * GIB, 0)])

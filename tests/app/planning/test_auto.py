@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from app.planning.auto import decided, follow, names_for, plan_run, plan_text, planned_speed, savings_of
+from app.planning.auto import decided, follow, machine_of, names_for, plan_run, plan_text, planned_speed, savings_of
 from app.planning.machine import named_machine, this_machine
 from app.settings.cli import RunError
 from app.settings.fields import with_values
@@ -113,6 +113,26 @@ def test_a_resumed_run_keeps_its_plan_unless_the_problem_changed(run, tmp_path):
     said, strategy = run()
     assert said != []
     assert strategy.m == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("app.launch.place.device_kind", lambda _: "cuda")
+        assert run(resume=True)[0] != []
+
+
+def test_plans_are_for_the_host_memory_that_is_asked_for(run, monkeypatch):
+    given = []
+
+    def machine(ranks, host_memory=None, **_):
+        given.append(host_memory)
+        return named_machine("v100-16gb", ranks, host_memory=host_memory)
+
+    monkeypatch.setattr("app.planning.machine.this_machine", machine)
+    asked = {"offload": "overlap", "offload_host": "64GiB"}
+    run(**asked)
+    assert run(**asked, resume=True)[0] == []
+    assert run(**asked | {"offload_host": "32GiB"}, resume=True)[0] != []
+    boxes = with_values(RunConfig(DataSettings(Path("slides"))), {"stream": "512", "offload_host": "1GiB"})
+    machine_of(boxes, timed=False)  # what does not fit there is written to files
+    assert given == [64 << 30, 32 << 30, None]
 
 
 def test_a_model_that_cannot_be_traced_is_not_split(run):

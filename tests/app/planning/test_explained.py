@@ -149,7 +149,8 @@ def test_equal_layers_cost_what_the_planner_forecasts(plans, rows):
         Strategy("ddp", 4, 1, 8, zero=2),
         Strategy("ddp", 2, 1, 8, shares=consecutive((5, 3))),
         Strategy("1f1b", 4, 2, 8, policy=ActivationPolicy("block", offload="overlap")),
-        Strategy("master", 4, 4, 8),
+        Strategy("master", 4, 4, 8, cuts=("layer1_0_conv1", "layer2", "layer3")),
+        Strategy("interleaved", 2, 2, 4, 2, ("layer2", "layer3", "layer4")),
         Strategy("spatial", 4, 1, 2, grid=TeamGrid(2, 1), policy=ActivationPolicy(stream=512)),
         Strategy("1f1b", 4, 2, 8, grid=TeamGrid(2, 1), policy=ActivationPolicy("stage")),
         Strategy("subgraph", 4, 1, 4, ways=2),
@@ -166,7 +167,7 @@ def test_the_command_that_is_printed_trains_as_planned(strategy):
     assert (config.net.model, config.net.norm, config.index.tile) == (command.model, "group", 256)
     assert (config.optimization.optimizer, config.strategy.precision) == ("sgd", "tf32")
     asked, policy = config.strategy.to_strategy("cpu"), strategy.policy
-    for name in ("name", "ranks", "depth", "m", "grid", "zero", "ways", "shares"):
+    for name in ("name", "ranks", "depth", "m", "chunks", "cuts", "grid", "zero", "ways", "shares"):
         assert getattr(asked, name) == getattr(strategy, name), name
     assert (asked.policy.recompute, asked.policy.offload, asked.policy.stream) == (
         *(policy.recompute, policy.offload),

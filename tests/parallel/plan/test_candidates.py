@@ -18,7 +18,7 @@ from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, MemoryO
 from parallel.plan.largest_tile import LIMIT, STEP, largest_tiles, steps_of
 from parallel.plan.plan import Plan, PlanRow, limit_of, working_set
 from parallel.plan.search import Planner
-from parallel.plan.step_time import schedule_of, weights_of
+from parallel.plan.step_time import largest_weights, schedule_of, weights_of
 from parallel.schedule.registry import SCHEDULES
 from parallel.space.team import TeamGrid
 from parallel.strategy import WHOLE, Strategy
@@ -55,6 +55,9 @@ def test_every_candidate_can_run(ranks: int, batch: int) -> None:
         assert numbers == set(range(len(weights_of(candidate, batch))))
     (uneven,) = [c for c in candidates(2, 5, names=["1f1b"], most_stages=9) if c.m == 3]
     assert weights_of(uneven, 5) == (1.0, 1.0, 0.5)
+    shared = Strategy("ddp", 2, 1, 3, shares=((0,), (1, 2)))
+    assert weights_of(shared, 5, group=1) == (1.0, 0.5)
+    assert largest_weights(shared, 5) == (1.0, 1.0)
 
 
 def row(name: str, over: int) -> PlanRow:

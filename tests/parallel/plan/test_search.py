@@ -228,6 +228,15 @@ def test_nothing_fits() -> None:
     assert enough.evaluate(least.strategy).fits
 
 
+def test_what_fits_the_device_and_not_the_host_says_so() -> None:
+    """12 layers keep 24 MiB each of a microbatch."""
+    small = planner(graph=wide(), host=MIB)
+    row = small.evaluate(Strategy("ddp", 2, 1, 8), MemoryOptions(("none",), (True,), zero=(0,)))
+    said = too_small([row], small.cluster)
+    assert "nothing fits in 1 MiB of host memory a rank: ddp 2, m=8 +offload needs least, 288 MiB. " in said
+    assert "--host-memory of app.plan, --offload-host of app.train" in said
+
+
 @pytest.mark.long
 def test_no_row_is_left_out_that_would_have_been_the_best_of_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     def best(name: str) -> float:

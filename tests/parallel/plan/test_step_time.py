@@ -214,6 +214,19 @@ def test_shares_by_speed_make_the_step_of_the_formula() -> None:
     assert best_of(rows) is shared
 
 
+def test_a_slower_device_may_come_first() -> None:
+    """The fullest group's microbatches had the weights of the first one's, of which there are fewer: IndexError."""
+    devices = "rtxa6000-48gb", "rtx2080ti-11gb"
+    (_, ahead), (_, behind) = (
+        planner(",".join(order), 2).search(["ddp"], ranks=2, m=32) for order in (devices, devices[::-1])
+    )
+    counts = [len(share) for share in behind.strategy.shares]
+    assert counts[0] < counts[1]
+    assert counts[::-1] == [len(share) for share in ahead.strategy.shares]
+    assert behind.peak_bytes == ahead.peak_bytes
+    assert behind.step_s == pytest.approx(ahead.step_s, rel=0.01)
+
+
 def test_a_link_is_the_slowest_of_those_of_all_groups() -> None:
     """Of 24 ranks, eight a node, a group of six lies on one node, another on two."""
     mixed, slow = planner("v100-16gb", 24), LinkSpec("slow", 1.0, 0.0)
