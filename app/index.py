@@ -93,7 +93,10 @@ def index(command: IndexCommand) -> None:
             table = build_index(
                 specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
             )
-        except SlideError:  # no slide can be used: their pictures show why
+        except SlideError as fault:  # no slide can be used: their pictures show why
+            if part is not None:  # other parts may have some; its own file holds the faults
+                print(fault, flush=True)
+                return
             if command.has_page:
                 found = TileTable.load(command.out / WHOLE_FILE).of_slides(spec.slide_id for spec in specs)
                 print("page      {} ({})".format(*_page(command, specs, found, failed, truth)), flush=True)

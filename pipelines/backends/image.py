@@ -100,6 +100,9 @@ def _tiff_image(path: Path, scene: int | None) -> TiffImage:
     refuse_samples(tiff, image.page)
     if faults := check_tiff(path):
         raise SlideError(f"{path}: damaged TIFF: {'; '.join(faults)}")
+    orientation = image.page.number(Tag.ORIENTATION, 1)
+    if orientation != 1:  # Pillow turns the picture, _decode_strips does not
+        raise SlideError(f"{path}: the picture is turned or mirrored (Orientation {orientation}); save it upright")
     return image
 
 

@@ -61,15 +61,16 @@ def choose_image(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[
     """
     images = _ome_images(tiff) or _plain_images(tiff)
     scenes = find_scenes(images)
+    largest = scenes[0]
     if images[0].pixels is None:
-        scenes = [scenes[0], *(other for other in scenes[1:] if not _is_copy(scenes[0], other))]
-    refuse_planes(tiff, scenes[0].page)
+        scenes = [largest, *(other for other in scenes[1:] if not _is_copy(largest, other))]
+    refuse_planes(tiff, largest.page)
     chosen = choose_scene(str(tiff.path), sorted(scenes, key=images.index), scene)
     for page in tiff.pages:
-        if page.is_tiled and is_reduced(page) and _area(page) > _area(chosen.page):
+        if page.is_tiled and is_reduced(page) and _area(page) > _area(largest.page):
             raise SlideError(
                 f"{tiff.path}: damaged TIFF: page {page.index} ({page.width} x {page.height} px) is marked as reduced "
-                f"and is larger than the image itself ({chosen.width} x {chosen.height} px)"
+                f"and is larger than the image itself ({largest.width} x {largest.height} px)"
             )
     return chosen, [image for image in images if image is not chosen]
 
@@ -180,7 +181,10 @@ def find_levels(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[P
         raise NotThisFormat(f"{tiff.path}: not a tiled TIFF: its image lies in strips")
     finest, *coarser = sorted((p for p in candidates if p.is_tiled), key=lambda p: (p.width, p.height), reverse=True)
     levels = [finest, *(level for level in coarser if _is_reduction(finest, level))]
-    if finest is not candidates[0] or (coarser and len(levels) == 1):
+    # Every tiled image of an SVS is a level. Only other proportions give away another slide: the size that begins a
+    # description is that of the slide or, from a GT450, of the page itself.
+    other_sizes = {(p.width, p.height) for p in candidates} - {(p.width, p.height) for p in levels}
+    if finest is not candidates[0] or (coarser and len(levels) == 1) or (is_aperio(tiff) and other_sizes):
         sizes = ", ".join(f"{p.width} x {p.height}" for p in candidates)
         raise SlideError(f"{tiff.path}: damaged TIFF: the pages ({sizes} px) are not one image made smaller")
     for level in levels:

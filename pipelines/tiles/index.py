@@ -96,7 +96,8 @@ def build_index(
     # A slide that failed may be given the mpp or scene it lacked: that is another try, not another index.
     wanted = {spec.slide_id: (file_bytes(spec.path), spec.mpp, spec.scene) for spec in specs}
     known = table.tried(faults=not retry_failed)
-    others = {slide_id: what for slide_id, what in wanted.items() if known.get(slide_id) != what}
+    kept = table.tried(faults=resumed)  # a run that is resumed has begun without the slides that failed
+    others = {slide_id: what for slide_id, what in wanted.items() if kept.get(slide_id) != what}
     taken = take_over(table, others, path, faults=not retry_failed)
     if taken is not table:
         table = taken
@@ -112,6 +113,9 @@ def build_index(
         log.info("%s also holds %s not asked for, e.g. %s", path, counted(len(absent), "slide"), min(absent))
     if todo:
         table = _index_slides(table, todo, path, workers or default_threads(1), progress)
+    failed = FailedSlides(out / "failed_slides.csv")
+    for fault in table.faults:  # a retry that was interrupted took out the rows of slides that it did not come to
+        failed.add_once(fault.slide_id, fault.step, fault.error)
     asked = table.of_slides(spec.slide_id for spec in specs)
     if not len(asked):
         lines = [f"{fault.slide_id}: {fault.step}: {_first_line(fault.error)}" for fault in asked.faults]

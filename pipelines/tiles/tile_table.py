@@ -330,16 +330,21 @@ def take_over(
     Args:
         wanted: slides as in ``TileTable.tried``; one that was another then is left out.
         own: the file that ``table`` belongs to.
-        faults: take over slides that failed, too.
+        faults: take over slides that failed, too, but tiles go before the fault of another try.
 
     Raises:
         ValueError: a file next to ``own`` was made with other settings, or is no tile index.
     """
-    tables = []
+    tiles: list[TileTable] = []
+    failed: list[TileTable] = []
+    known = table.tried(faults=True)
     for path in sorted({*own.parent.glob(WHOLE_FILE), *own.parent.glob("tiles.part-*.parquet")} - {own}):
         other = TileTable.load(path)
         if not len(other) and other.settings != table.settings:  # every slide failed, perhaps because of its settings
             continue
         check_settings(other.settings, table.settings, path)
-        tables.append(other.of_slides(s for s, what in other.tried(faults=faults).items() if wanted.get(s) == what))
-    return merge(table.settings, [*tables, table]) if any(map(slides_of, tables)) else table
+        same = {s for s, what in other.tried(faults=faults).items() if wanted.get(s) == what}
+        tiles.append(other.of_slides(same.intersection(other.slides)))
+        failed.append(other.of_slides(s for s in same.difference(other.slides) if known.get(s) != wanted[s]))
+    new = any(map(slides_of, [*tiles, *failed]))
+    return merge(table.settings, [*failed, table, *tiles]) if new else table

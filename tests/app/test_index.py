@@ -84,11 +84,13 @@ def test_a_folder_of_bad_slides_fails(slides, tmp_path):
     assert "text" in page.read_text()
 
 
-def test_a_part_is_indexed_and_one_too_many_is_not_wrong(slides, tmp_path):
+def test_a_part_is_indexed_and_one_of_bad_slides_or_none_is_not_wrong(slides, tmp_path):
     part, printed = tmp_path / "out" / "tiles.part-1-of-2.parquet", index(tmp_path, "--part", "1/2").stdout
     assert printed.startswith(f"2 slides in {slides}, 1 of them in part 1/2\nindexed 1 slide in ")
     assert "1/1  a: " in part.with_suffix(".log").read_text()
     assert f"index     {part}\n" in printed
+    assert "none of 1 slide can be used:\n  text: open: " in index(tmp_path, "--part", "2/2").stdout
+    assert (tmp_path / "out" / "tiles.part-2-of-2.parquet").exists()
     assert index(tmp_path, "--part", "3/3").stdout == f"2 slides in {slides}, 0 of them in part 3/3\n"
 
 

@@ -119,6 +119,15 @@ def test_other_pixels_are_refused_by_name(tmp_path, pixels, options, words, tile
         open_slide(tmp_path / "a.tif", mpp=0.5)
 
 
+@pytest.mark.parametrize("orientation", [2, 6])
+def test_a_tiff_that_is_turned_or_mirrored_is_refused(tmp_path, orientation):
+    PICTURE.save(tmp_path / "a.tif", tiffinfo={274: 1})
+    np.testing.assert_array_equal(read_all(tmp_path / "a.tif"), PIXELS)
+    PICTURE.save(tmp_path / "a.tif", tiffinfo={274: orientation})
+    with pytest.raises(SlideError, match=rf"\(Orientation {orientation}\); save it upright"):
+        open_slide(tmp_path / "a.tif", mpp=0.5)
+
+
 def test_a_png_of_sixteen_bits_is_refused(tmp_path):
     Image.fromarray(PIXELS[..., 0].astype(np.uint16)).save(tmp_path / "a.png")
     with pytest.raises(SlideError, match="8 bits per channel"):

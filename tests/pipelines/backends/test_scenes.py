@@ -117,15 +117,22 @@ def test_scenes_of_similar_size_are_chosen_by_number(tmp_path, ome, kind):
         open_slide(path, mpp=0.5, scene=2)
 
 
-def test_levels_are_those_of_the_scene(tmp_path):
+@pytest.mark.parametrize("second", [SECOND, SECOND[::2, ::2]], ids=["similar", "smaller than a level of the first"])
+def test_levels_are_those_of_the_scene(tmp_path, second):
     reduced = TILES | {"subfiletype": 1}
-    large, second = (LARGE, TILES, 0.5), (SECOND, TILES, 0.5)
-    write_tiff(tmp_path / "a.tif", large, (HALF, reduced, 1.0), second, (SECOND[::2, ::2], reduced, 1.0))
-    for scene, expected in enumerate((LARGE, SECOND)):
+    scenes = (LARGE, TILES, 0.5), (HALF, reduced, 1.0), (second, TILES, 0.5), (second[::2, ::2], reduced, 1.0)
+    write_tiff(tmp_path / "a.tif", *scenes)
+    for scene, expected in enumerate((LARGE, second)):
         with open_slide(tmp_path / "a.tif", scene=scene) as slide:
             for level, pixels in zip(slide.levels, (expected, expected[::2, ::2]), strict=True):
                 got = slide.read(Region(0, 0, level.width, level.height, level.mpp))
                 np.testing.assert_array_equal(got, pixels)
+
+
+def test_an_svs_with_a_tiled_image_of_other_proportions_is_refused(tmp_path):
+    write_tiff(tmp_path / "a.svs", *((pixels, named(TILES, ABOUT), 0.5) for pixels in (LARGE, HALF, SECOND)))
+    with pytest.raises(SlideError, match=r"512 x 400, 256 x 200, 400 x 384 px\) are not one image made smaller"):
+        open_slide(tmp_path / "a.svs")
 
 
 def write_collection(path, *images):

@@ -46,6 +46,10 @@ def blank(path):
     return SlideSpec(path.stem, path, mpp=0.5)
 
 
+def stop(line):
+    raise KeyboardInterrupt
+
+
 def contents(table):
     return [(table.slide_id(i), table.region(i), float(table.tissue[i])) for i in range(len(table))]
 
@@ -276,13 +280,21 @@ def test_failed_slides_are_remembered_until_a_retry_or_a_change(tmp_path):
 
 
 def test_an_interrupted_index_keeps_what_was_found(tmp_path):
-    def stop(line):
-        raise KeyboardInterrupt
-
     specs = specs_of(a=SVS, b=NDPI)
     with pytest.raises(KeyboardInterrupt):
         build_index(specs, SETTINGS, tmp_path, workers=1, progress=stop)
     assert [line.split(":")[0] for line in build(specs, tmp_path)[1][1:]] == ["1/1  b"]
+
+
+def test_faults_that_an_interrupted_retry_did_not_come_to_are_listed_again(tmp_path):
+    specs, out = [blank(tmp_path / f"{name}.png") for name in "abc"], tmp_path / "out"
+    with pytest.raises(SlideError, match="none of 3 slides"):
+        build(specs, out)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(specs, SETTINGS, out, workers=1, progress=stop, retry_failed=True)
+    with pytest.raises(SlideError, match="none of 3 slides"):
+        build(specs, out)
+    assert [slide for slide, _, _ in FailedSlides(out / "failed_slides.csv").rows()] == ["a", "b", "c"]
 
 
 def test_no_minimum_keeps_every_tile_of_a_blank_slide(tmp_path):
@@ -309,6 +321,18 @@ def test_a_part_in_which_every_slide_failed_is_no_hindrance_to_other_settings(tm
         build(specs, tmp_path / "out", replace(settings, tile=1 << 14), part=IndexPart(1, 2))
     whole, _ = build(specs, tmp_path / "out", settings, part=IndexPart(2, 2))
     assert whole.slides == ("b",)
+
+
+def test_tiles_of_a_part_replace_a_fault_of_the_whole_unless_a_run_is_resumed(tmp_path):
+    settings, out = replace(SETTINGS, min_tissue=0), tmp_path / "out"
+    specs = [blank(tmp_path / f"{name}.png") for name in "ab"]
+    picture = specs[0].path.read_bytes()
+    specs[0].path.write_bytes(bytes(len(picture)))
+    assert build(specs, out, settings)[0].slides == ("b",)
+    specs[0].path.write_bytes(picture)
+    build(specs, out, settings, part=IndexPart(1, 1), retry_failed=True)
+    for resumed, slides in ((True, ("b",)), (False, ("a", "b"))):
+        assert build(specs, out, settings, resumed=resumed)[0].slides == slides
 
 
 def test_parts_are_taken_over_by_the_whole(tmp_path, monkeypatch):

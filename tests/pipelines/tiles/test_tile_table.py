@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.slides.geometry import Region
-from pipelines.tiles.tile_table import IndexedSlide, IndexPart, SlideFault, TileTable, merge, slides_of
+from pipelines.tiles.tile_table import IndexedSlide, IndexPart, SlideFault, TileTable, merge, slides_of, take_over
 from pipelines.tiles.tiling import IndexSettings, check_settings
 
 COLUMNS = ("slide", "l0_x", "l0_y", "tissue")
@@ -184,6 +184,17 @@ def test_the_last_table_of_a_slide_counts():
     assert [source.mpp for source in joined.sources] == [0.5, 0.25, 0.5]
     assert [f.slide_id for f in joined.faults] == ["c"]
     assert sorted(slides_of(joined)) == ["a", "b", "c", "d"]
+
+
+def test_tiles_in_other_files_go_before_faults(tmp_path):
+    own, wanted = tmp_path / "tiles.parquet", dict.fromkeys("abc", (10, None, None))
+    TileTable.joined(SETTINGS, [one("a", 2), one("b", 3), fault("c")]).save(tmp_path / "tiles.part-1-of-2.parquet")
+    fault("a").save(tmp_path / "tiles.part-1-of-4.parquet")
+    taken = take_over(fault("b"), wanted, own, faults=True)
+    assert np.bincount(taken.slide).tolist() == [2, 3]
+    assert (taken.slides, [f.slide_id for f in taken.faults]) == (("a", "b"), ["c"])
+    known = fault("c")
+    assert take_over(known, {"c": wanted["c"]}, own, faults=True) is known
 
 
 @pytest.mark.parametrize("known", [0, 1], ids=["new", "again"])
