@@ -145,7 +145,8 @@ def convert_file(
         target.parent.mkdir(parents=True, exist_ok=True)
         if command.suffix in MASK_SUFFIXES:
             assert slide is not None
-            size = write_area_mask(drawing, target, slide, command.mpp or slide.mpp, named.values())
+            out = command.target if command.source.is_dir() else None
+            size = write_area_mask(drawing, target, slide, command.mpp or slide.mpp, named.values(), out)
             made = f"{size.width} x {size.height} px at {command.mpp or slide.mpp:g} um/px"
         else:
             made = "geojson"

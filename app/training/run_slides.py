@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from app.settings.fields import broken
 from app.settings.run import DataSettings, RunConfig, slides_in
 from app.training.run_folder import RunFolder
 from pipelines.catalog.catalog import SlideNames, SlideSpec
@@ -144,10 +145,16 @@ def _asked_split(
     config: RunConfig, known: Splits, given: dict[str, str], slides: set[str], progress: Callable[[str], None]
 ) -> dict[str, str]:
     asked, patients, labels = config.split, known.patient, known.label or None
-    if given and asked.is_asked:
+    of_another = {
+        "--splits, --folds or --split-by": asked.is_asked,
+        f"--test {asked.test:g}": asked.test,
+        f"--validation {asked.validation:g}": "val" in given.values()
+        and asked.validation not in (0, type(asked).validation),  # 0: of app.bench, which scores nothing
+    }
+    if given and (flags := broken(of_another)):
         raise ValueError(
-            f"slides lie in folders called like splits, {', '.join(sorted(set(given.values())))}, and --splits, "
-            "--folds or --split-by asks for another split: leave that out, or move the slides out of these folders"
+            f"slides lie in folders called like splits, {', '.join(sorted(set(given.values())))}, and "
+            f"{' or '.join(flags)} asks for another split: leave that out, or move the slides out of these folders"
         )
     if asked.splits is not None:
         return read_split_file(asked.splits, patients, slides=slides, fold=asked.fold)

@@ -97,18 +97,19 @@ class SlideNames:
         self._known = frozenset(ids)
         self._folded: defaultdict[str, set[str]] = defaultdict(set)
         for slide_id in self._known:
-            self._folded[slide_id.casefold()].add(slide_id)
+            self._folded[slide_id.casefold().strip()].add(slide_id)
 
     def match(self, name: str) -> str | None:
         """Return the slide id that ``name`` means, a path or file extension in it tolerated, or None.
 
-        Upper and lower case count first; a name that fits a single id without them is that one.
+        Upper and lower case and blanks at the ends count first, and tables lose these blanks; a name that fits a single
+        id without them is that one.
         """
         base = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
         for exact in (name, slide_stem(name), base, slide_stem(base)):
             if exact in self._known:
                 return exact
-        without_case = {base.casefold(), slide_stem(base).casefold()}
+        without_case = {text.casefold().strip() for text in (name, base, slide_stem(base))}
         folded = set().union(*(self._folded.get(text, ()) for text in without_case))
         return folded.pop() if len(folded) == 1 else None
 

@@ -206,7 +206,7 @@ class SlideState:
 
 
 def digest(path: Path) -> str:
-    """32 hexadecimal digits of a bounded part of a slide's bytes.
+    """32 hexadecimal digits of a bounded part of a slide's bytes; of one at a URL, of the URL and its metadata.
 
     Raises:
         OSError: it cannot be read.
@@ -215,11 +215,12 @@ def digest(path: Path) -> str:
     if url_of(path) is not None:
         from pipelines.backends.zarr import remote_metadata  # here, so that no slide library is loaded for files
 
-        return hashlib.blake2b(remote_metadata(path), digest_size=16).hexdigest()
+        return hashlib.blake2b(f"{path}\n".encode() + remote_metadata(path), digest_size=16).hexdigest()
     hasher = hashlib.blake2b(digest_size=16)
     files = list(islice(_files(path), MOST_FILES))
     for file in files:
-        hasher.update(f"{os.path.relpath(file, path)}:{file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
+        name = os.path.relpath(file, path if file == path else _folder(path))
+        hasher.update(f"{name}:{file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
     read = files if len(files) <= FILES_READ else [files[i * len(files) // FILES_READ] for i in range(FILES_READ)]
     for file in read:
         for block in _blocks(file):
@@ -248,11 +249,15 @@ def _files(path: Path) -> Iterator[Path]:
     """The files of a slide, in a fixed order."""
     if not path.is_dir():
         yield path
-    folder = path if path.is_dir() else path.with_suffix("")
     if path.is_dir() or path.suffix.lower() == ".mrxs":
-        for name, folders, names in os.walk(folder):
+        for name, folders, names in os.walk(_folder(path)):
             folders.sort()
             yield from (Path(name, file) for file in sorted(names))
+
+
+def _folder(path: Path) -> Path:
+    """The slide, where it is a folder, or the folder with the data of an MRXS slide, which has the slide's name."""
+    return path if path.is_dir() else path.with_suffix("")
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

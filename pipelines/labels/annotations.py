@@ -138,7 +138,7 @@ class SlideAnnotations:
             x, y = (bounds.l0_x, bounds.l0_y) if bounds and drawing.origin is Origin.BOUNDS else (0, 0)
             whole = areas_within(drawing, *box)
             within = areas_within(drawing, -x, -y, width - x, height - y)
-        drawn, off = whole > 0, (whole > 0) & (within <= 0)
+        drawn, off = whole > 0, (whole > 0) & (within <= 1e-6 * whole)  # decimals leave rounding errors
         if drawn.any() and off.sum() == drawn.sum():
             raise SlideError(
                 f"annotation {path} lies completely outside of its slide: it is drawn from x {box[0]:.0f}, y "

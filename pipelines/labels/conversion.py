@@ -2,13 +2,14 @@
 
 Painted again at the mask's size, outlines give the mask. Their corners are found band by band, so a mask is never in
 memory whole; pixels that touch at a corner only are not joined, so the polygons are valid. Names of classes go along: a
-mask's ids are in the ``classes.txt`` of its folder, which is made or extended.
+mask's ids are in the ``classes.txt`` of its folder, which is made or extended; sub-folders share one list.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import fcntl
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from pipelines.labels.geojson import write_geojson
 from pipelines.labels.rasterize import PixelGrid, mask_box, paint
 from pipelines.slides.geometry import Size, l_from_l0
 from pipelines.slides.slide import Slide, SlideError
-from pipelines.slides.whole_files import replacing
+from pipelines.slides.whole_files import replacing, write_text
 
 Rings = list[NDArray[np.float64]]
 
@@ -152,6 +153,9 @@ def _grouped(rings: Rings) -> list[Rings]:
 IGNORED = "ignore"
 """Class of the areas of a mask that have the value 255."""
 
+LOCK_FILE = ".classes.lock"
+"""Locked in the folder of a conversion while ids are given to classes."""
+
 
 def classes_of_masks(paths: Iterable[Path], source: str) -> dict[int, str]:
     """Return the class name by value, ascending, for all masks among ``paths`` that name no classes themselves.
@@ -228,10 +232,16 @@ def _counted_from(origin: Origin, drawing: PolygonSet, slide: Slide | None) -> P
     return drawing.moved(sign * slide.bounds.l0_x, sign * slide.bounds.l0_y, origin)
 
 
-def write_area_mask(drawing: PolygonSet, path: Path, slide: Slide, mpp: float, first: Iterable[str] = ()) -> Size:
+def write_area_mask(
+    drawing: PolygonSet, path: Path, slide: Slide, mpp: float, first: Iterable[str] = (), out: Path | None = None
+) -> Size:
     """Return the size in px of the mask that is written of ``drawing``: of all of level 0 at ``mpp``.
 
-    The ids of its classes go into the ``classes.txt`` of the folder; classes of ``first`` come before its own.
+    The ids of its classes go into the ``classes.txt`` of the folder before it is painted.
+
+    Args:
+        first: classes that get an id before its own.
+        out: folder whose ``classes.txt`` lists the classes of all its sub-folders; None: that of the mask.
 
     Raises:
         ValueError: more classes than a mask can hold, or a PNG that would be too large.
@@ -240,7 +250,7 @@ def write_area_mask(drawing: PolygonSet, path: Path, slide: Slide, mpp: float, f
     drawing = _counted_from(Origin.LEVEL0, drawing, slide)
     level = slide.levels[0]
     size = Size(*(max(1, l_from_l0(side, mpp / slide.mpp)) for side in (level.width, level.height)))
-    classes = _class_ids([*first, *drawing.classes], path.parent / CLASSES_FILE)
+    classes = _class_ids([*first, *drawing.classes], path.parent, out or path.parent)
     ids = np.array([class_id(name, classes) for name in drawing.classes], np.uint8)
     step_x, step_y = level.width / size.width, level.height / size.height
 
@@ -252,18 +262,24 @@ def write_area_mask(drawing: PolygonSet, path: Path, slide: Slide, mpp: float, f
             yield band
 
     write_mask(path, size, mpp, bands())
-    lines = [f"{index} {name}\n" for index, name in enumerate(classes) if name and index]
-    (path.parent / CLASSES_FILE).write_text("".join(lines), encoding="utf-8")
     return size
 
 
-def _class_ids(names: Sequence[str], path: Path) -> list[str]:
-    """Names by id: those that ``classes.txt`` has, then the new ones on the lowest free ids; "" where an id is free."""
-    named = named_ids([path]) if path.is_file() else {}
-    classes = [BACKGROUND, *(named.get(index, "") for index in range(1, IGNORE))]
-    for name in names:
-        if is_learned(name) and name not in classes:
-            if "" not in classes:
-                raise ValueError(f"{path} has no id left for class {name!r}: a mask holds {IGNORE - 1} classes")
-            classes[classes.index("")] = name
+def _class_ids(names: Iterable[str], folder: Path, out: Path) -> list[str]:
+    """Return names by id, and write them to the ``classes.txt`` of both folders: names that are there, then the new
+    ones on the lowest free ids; "" where an id is free."""
+    files = sorted({out / CLASSES_FILE, folder / CLASSES_FILE})
+    # Of conversions into one folder at once, each waits for the list of the other: an id is never given twice.
+    with (out / LOCK_FILE).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        named = named_ids([path for path in files if path.is_file()])
+        classes = [BACKGROUND, *(named.get(index, "") for index in range(1, IGNORE))]
+        for name in names:
+            if is_learned(name) and name not in classes:
+                if "" not in classes:
+                    raise ValueError(f"{files[0]} has no id left for class {name!r}: a mask holds {IGNORE - 1} classes")
+                classes[classes.index("")] = name
+        text = "".join(f"{index} {name}\n" for index, name in enumerate(classes) if name and index)
+        for path in files:
+            write_text(path, text)
     return classes

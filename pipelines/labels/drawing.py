@@ -234,7 +234,8 @@ def areas_within(drawing: PolygonSet, left: float, top: float, right: float, bot
         from_t, to_t = ((np.clip(y, top, bottom) - y0) / (y1 - y0) for y in (y0, y1))
         ax, bx = x0 + from_t * (x1 - x0), x0 + to_t * (x1 - x0)
         dx = bx - ax
-        steep = np.abs(dx) < 1e-3
+        # An edge with both ends on one side of the rectangle: the quotient of large numbers is not exactly that side.
+        steep = (np.abs(dx) < 1e-3) | (np.clip(ax, left, right) == np.clip(bx, left, right))
         mean_x = np.where(
             steep, np.clip((ax + bx) / 2, left, right), (_below(bx, left, right) - _below(ax, left, right)) / dx
         )

@@ -67,9 +67,9 @@ def find_labels(
     4. class sub-folders of ``root``: ``root/CLASS/slide.svs``, or ``root/SPLIT/CLASS/slide.svs`` where the folders are
        called like splits (``train``, ``val``, ``test``).
 
-    With ``annotations`` or annotations next to the slides, the table may lack a label column: it then gives only the
-    patients and sites. Slides without a label and labels without a slide are logged. ``class_map`` renames the classes
-    of all of them. Patients that no table names are looked for in the slides' names by ``known_patients``.
+    With annotations, the table may lack a label column, and with class folders ``labels.csv`` may: it then gives only
+    the patients and sites. Slides without a label and labels without a slide are logged. ``class_map`` renames the
+    classes of all of them. Patients that no table names are looked for in the slides' names by ``known_patients``.
 
     Raises:
         ValueError: none of them, all faults of the one that was found, or a class that is written in several ways.
@@ -82,10 +82,10 @@ def find_labels(
         truth = _labels_from_table(table, specs, class_map, patient_pattern)
     elif files := files or annotations_beside(root, specs):
         truth = read_annotations(files, specs, *_patients_and_sites(table, specs, patient_pattern), class_map)
-    elif labels is not None:
+    elif labels is not None:  # a column that is written otherwise must not make classes of folders
         truth = _labels_from_table(read_table(labels, ("slide", "label")), specs, class_map, patient_pattern)
     else:
-        truth = _labels_from_folders(root, specs, class_map, patient_pattern)
+        truth = _labels_from_folders(root, specs, table, class_map, patient_pattern)
     if truth is None:
         raise ValueError(
             f"the slides of {root} have no labels. Give them in one of four ways:\n"
@@ -197,7 +197,7 @@ def _mapped(name_of: Mapping[str, str], class_map: ClassMap, source: str) -> dic
 
 
 def _labels_from_folders(
-    root: Path, specs: Sequence[SlideSpec], class_map: ClassMap, pattern: str | None
+    root: Path, specs: Sequence[SlideSpec], table: Table | None, class_map: ClassMap, pattern: str | None
 ) -> SlideLabels | None:
     """Labels from class folders; None where slides lie outside, one folder has all, or each slide has its own."""
     name_of: dict[str, str] = {}
@@ -212,8 +212,8 @@ def _labels_from_folders(
         return None
     source = f"class sub-folders of {root}"
     class_map.check(set(name_of.values()))
-    patients = known_patients(sorted(name_of), {}, pattern)
-    return _labels(_mapped(name_of, class_map, source), patients, specs, source, [], {})
+    patients, sites = _patients_and_sites(table, specs, pattern)
+    return _labels(_mapped(name_of, class_map, source), patients, specs, source, [], sites)
 
 
 def _labels(

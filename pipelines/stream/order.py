@@ -301,16 +301,17 @@ def pixel_weights(areas: NDArray[np.int64]) -> NDArray[np.float64]:
     if not drawn.size:
         raise ValueError("--sample pixels needs something drawn on the training tiles; there is nothing on any of them")
     of_class = drawn / drawn.sum(0)  # (n, C'), chance of each tile when a draw is for a class
-    shown = of_class.T @ drawn  # (C', C'), px of each class that a draw for a class shows
+    # einsum, not @: BLAS rounds as the type of the CPU has it, and a run resumed on another one would draw other tiles.
+    shown = np.einsum("ni,nj->ij", of_class, drawn)  # (C', C'), px of each class that a draw for a class shows
     classes = len(shown)
     even = np.full(classes, 1 / classes)
     free = even
     for _ in range(ROUNDS):
-        share = (IN_TURN * even + (1 - IN_TURN) * free) @ shown
-        updated = free * (shown @ (even / share))
+        share = np.einsum("i,ij->j", IN_TURN * even + (1 - IN_TURN) * free, shown)
+        updated = free * np.einsum("ij,j->i", shown, even / share)
         updated /= updated.sum()
         if np.abs(updated - free).max() < 1e-9:
             break
         free = updated
-    weights: NDArray[np.float64] = of_class @ (IN_TURN * even + (1 - IN_TURN) * free)
+    weights: NDArray[np.float64] = np.einsum("ni,i->n", of_class, IN_TURN * even + (1 - IN_TURN) * free)
     return weights

@@ -10,7 +10,7 @@ from app import convert, synth
 from pipelines.backends.mask import open_mask
 from pipelines.labels.geojson import read_geojson
 from tests.helpers.dicom_file import write_dicom_slide
-from tests.helpers.drawings import box, write_geojson
+from tests.helpers.drawings import annotations_in, box, write_geojson
 
 SAMPLES = Path(__file__).parents[1] / "data" / "annotations"
 
@@ -113,6 +113,18 @@ def test_a_value_is_one_class_in_all_masks_of_a_folder(tmp_path, masks):
         assert set(read_geojson(made.with_suffix(".geojson")).classes) == {f"class_{value}" for value in values}
         assert open_mask(made.with_suffix(".tif")).values() == {0, *values}
         assert made.with_name("classes.txt").read_text() == "1 class_1\n2 class_2\n"
+
+
+def test_sub_folders_have_one_list_of_classes(tmp_path, slide):
+    # Each had its own: 1 was tumour in one and stroma in the other, and training refused them.
+    (tmp_path / "slides").mkdir()
+    for name, drawn in (("a/x", "tumour"), ("b/y", "stroma")):
+        write_geojson(tmp_path / "masks" / f"{name}.geojson", box(10, 20, 30, 50, drawn))
+        (tmp_path / "slides" / f"{Path(name).name}.png").write_bytes(Path(slide).read_bytes())
+    assert convert_masks(tmp_path, ".tif") == 0
+    assert (tmp_path / "out" / "classes.txt").read_text() == "1 tumour\n2 stroma\n"
+    assert open_mask(tmp_path / "out" / "b" / "y.tif").values() == {0, 2}
+    assert annotations_in(tmp_path / "out", "x", "y").classes == ("background", "tumour", "stroma")
 
 
 def test_nothing_is_converted_where_a_value_has_two_names_or_none(tmp_path, masks, capsys):

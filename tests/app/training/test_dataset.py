@@ -77,6 +77,17 @@ def test_a_file_decides_alone(tmp_path):
         chosen(tmp_path / "other", given=dict.fromkeys(SLIDES, "train"), splits=file)
 
 
+def test_fractions_beside_folders_called_like_splits_are_refused(tmp_path):
+    # They were ignored without a word.
+    train, both = dict.fromkeys(SLIDES, "train"), {slide: "train" if k else "val" for k, slide in enumerate(SLIDES)}
+    with pytest.raises(ValueError, match=r"train, and --test 0\.2 asks for another split: leave that out"):
+        chosen(tmp_path / "test", given=train, validation=0.3, test=0.2)
+    with pytest.raises(ValueError, match=r"train, val, and --validation 0\.3 asks for another split"):
+        chosen(tmp_path / "validation", given=both, validation=0.3)
+    assert len(slides_in(chosen(tmp_path / "drawn", given=train, validation=0.5).split, "val")) == 6
+    assert chosen(tmp_path / "benchmark", given=both, validation=0).split == both
+
+
 def prepared(slides, out, said, *, tile=128, **data):
     config = RunConfig(DataSettings(slides, **data), IndexSettings(tile=tile), out=out)
     return prepare(config, RunFolder(out), lambda line: said.append(str(line)))

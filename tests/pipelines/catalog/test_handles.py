@@ -14,7 +14,7 @@ from app.checks.slides import write_samples
 from pipelines.catalog import handles
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool, SlideState, digest
-from pipelines.slides.slide import SlideError
+from pipelines.slides.slide import SlideError, url_path
 from tests.helpers.real import SVS
 
 
@@ -243,6 +243,11 @@ def test_a_file_that_was_replaced_is_told_from_one_that_was_touched(tmp_path):
     assert not state.is_of(path)
 
 
+def test_slides_at_two_urls_are_two_slides(monkeypatch):
+    monkeypatch.setattr("pipelines.backends.zarr.remote_metadata", lambda path: b"levels and chunks")
+    assert digest(url_path("https://host/a.zarr")) != digest(url_path("https://host/b.zarr"))
+
+
 def test_of_folders_all_files_count_and_of_large_files_little_is_read(tmp_path):
     path = write_samples(tmp_path)["zarr"]
     state = SlideState.of(path)
@@ -261,6 +266,9 @@ def test_of_folders_all_files_count_and_of_large_files_little_is_read(tmp_path):
         (tmp_path / "s" / "Data0001.dat").write_bytes(data)
         digests.add(digest(tmp_path / "s.mrxs"))
     assert len(digests) == 2
+    for name in ("s", "s.mrxs"):
+        (tmp_path / name).rename(tmp_path / name.replace("s", "renamed", 1))
+    assert digest(tmp_path / "renamed.mrxs") in digests
     with (tmp_path / "large.svs").open("wb") as file:
         file.truncate(1 << 40)  # sparse
     assert len(digest(tmp_path / "large.svs")) == 32

@@ -1,5 +1,6 @@
 """Every format into GeoJSON and masks and back, and outlines of masks: the areas stay, holes, order and corners too."""
 
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -120,6 +121,32 @@ def test_ids_of_a_folder_stay_when_classes_come_and_a_mask_of_another_slide_is_r
     assert imagecodecs.png_decode((tmp_path / "a.png").read_bytes())[20, 50] == 2
     with pytest.raises(SlideError, match="proportions of its slide"):
         read_areas(tmp_path / "a.png", blank_slide(400, 100))
+
+
+@pytest.mark.parametrize("moment", ["named_ids", "paint"])
+def test_conversions_into_one_folder_at_once_give_no_id_twice(tmp_path, monkeypatch, moment):
+    """The list was read, then painted from, and then written: another conversion in between gave the same id."""
+    (tmp_path / "classes.txt").touch()
+    inner = getattr(pipelines.labels.conversion, moment)
+
+    def convert(name):
+        drawing = read_geojson(write_geojson(tmp_path / f"{name}.geojson", box(10, 10, 50, 50, name)))
+        write_area_mask(drawing, tmp_path / f"{name}.png", blank_slide(100, 100), 0.5)
+
+    other = threading.Thread(target=convert, args=["stroma"])
+
+    def then_the_other(*arguments):
+        result = inner(*arguments)
+        if other.ident is None:
+            other.start()
+            other.join(0.5)
+        return result
+
+    monkeypatch.setattr(pipelines.labels.conversion, moment, then_the_other)
+    convert("tumour")
+    other.join()
+    assert (tmp_path / "classes.txt").read_text() == "1 tumour\n2 stroma\n"
+    assert imagecodecs.png_decode((tmp_path / "stroma.png").read_bytes())[20, 20] == 2
 
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))

@@ -237,3 +237,18 @@ def test_what_lies_off_the_slide(tmp_path):
     assert "wholly" in found.outside("c", 1000, 800, Bounds(500, 0, 500, 800))
     with pytest.raises(SlideError, match="completely outside"):
         found.outside("c", 1000, 800, Bounds(1000, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("ring", "width"),
+    [
+        ([(1234.567 + 77.7 * np.cos(turn), 345.678 + 77.7 * np.sin(turn)) for turn in np.linspace(0, 6, 30)], 1000),
+        ([(120000.123, 5.1), (120000.125, 905.7), (120010.9, 903.3), (120012.4, 7.7)], 100_000),
+    ],
+    ids=["round", "an edge that is almost upright"],
+)
+def test_a_drawing_with_decimals_to_the_right_of_its_slide_lies_off_it(tmp_path, ring, width):
+    """Rounding errors were taken for an area on the slide, which was then learned as all background."""
+    write_geojson(tmp_path / "a.geojson", area([ring], "x"))
+    with pytest.raises(SlideError, match="lies completely outside of its slide"):
+        annotations_in(tmp_path, "a").outside("a", width, 1000)

@@ -282,3 +282,12 @@ def test_a_table_of_patients_alone_goes_with_annotations_beside_the_slides(tmp_p
     write_geojson(tmp_path / "slides" / "a.geojson", box(0, 0, 9, 9, "tumour"))
     found = find_labels(tmp_path / "slides", specs, labels=tmp_path / "t.csv")
     assert (found.classes, found.patient) == (("background", "tumour"), {"a": "p1"})
+
+
+def test_a_table_of_patients_alone_goes_with_class_folders(tmp_path):
+    """Its um/px were used and its patients were not, so that a patient could be on both sides of the split."""
+    specs = slides(tmp_path, "x/a.svs", "x/b.svs", "y/c.svs")
+    (tmp_path / "labels.csv").write_text("slide,patient,site\na,p1,s1\nb,,\nc,p1,s2\n")
+    found = find_labels(tmp_path, specs)
+    assert (found.classes, found.label) == (("x", "y"), {"a": 0, "b": 0, "c": 1})
+    assert (found.patient, found.site) == ({"a": "p1", "c": "p1"}, {"a": "s1", "c": "s2"})
