@@ -52,11 +52,13 @@ LITTLE_TISSUE, FEW_TILES = 0.05, 10
 FILTERS: Mapping[str, str] = {"fault": "with faults", "pale": "little tissue", "few": "few tiles", "drawn": "annotated"}
 
 
-def overlays(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return names and base64 JPEGs of some of ``paths``, evenly chosen, without those that cannot be decoded."""
+def overlays(tissue: Path, paths: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return slide ids and base64 JPEGs of some of ``paths`` in ``tissue``, evenly chosen, without those that cannot be
+    decoded."""
     shown = min(OVERLAYS, len(paths))
     chosen = [paths[i * len(paths) // shown] for i in range(shown)]
-    return [(path.stem, jpeg) for path in chosen if (jpeg := small_jpeg(path, OVERLAY_PX))]
+    names = [path.relative_to(tissue).as_posix().removesuffix(".png") for path in chosen]
+    return [(name, jpeg) for name, path in zip(names, chosen, strict=True) if (jpeg := small_jpeg(path, OVERLAY_PX))]
 
 
 def small_jpeg(path: Path, px: int) -> str:
@@ -95,14 +97,19 @@ def colour_of(number: int) -> tuple[int, int, int]:
     return COLOURS[number % len(COLOURS)]
 
 
-def tinted(pixels: Pixels, probabilities: NDArray[np.uint8]) -> Pixels:
-    """Return ``pixels`` (h, w, 3) with each class's colour mixed in by its probability, uint8 (classes, any, any)."""
+def tinted(pixels: Pixels, probabilities: NDArray[np.uint8], covered: tuple[int, int] | None = None) -> Pixels:
+    """Return ``pixels`` (h, w, 3) with each class's colour mixed in by its probability, uint8 (classes, any, any).
+
+    Args:
+        covered: width and height of the probabilities in px of the picture, which they may reach beyond; None: its own.
+    """
     height, width = pixels.shape[:2]
     mixed = pixels.astype(np.float32)
     for number, share in enumerate(probabilities):
         shrinks = share.shape[0] > height
-        fitted = cv2.resize(share, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
-        opacity = fitted.astype(np.float32)[..., None] * (STRONGEST / 255)
+        size = covered or (width, height)
+        fitted = cv2.resize(share, size, interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+        opacity = fitted[:height, :width].astype(np.float32)[..., None] * (STRONGEST / 255)
         mixed += opacity * (np.array(colour_of(number), np.float32) - mixed)
     return np.rint(mixed).astype(np.uint8)
 
@@ -278,7 +285,7 @@ def write_slides_page(
         {
             "row": row,
             "order": "".join(f"--{name}:{place[row.slide_id]};" for name, place in places.items()),
-            "picture": _link(path.parent, pictures.get(row.slide_id)),
+            "picture": _link(path.parent, row.slide_id, pictures.get(row.slide_id)),
             "figures": f"{row.tiles} tiles" + ("" if row.tissue is None else f" · {row.tissue:.0%} tissue"),
         }
         for row in rows
@@ -303,10 +310,10 @@ def write_slides_page(
     return write_text(path, page)
 
 
-def _link(folder: Path, picture: SmallPicture | None) -> tuple[str, str, int, int] | None:
+def _link(folder: Path, slide_id: str, picture: SmallPicture | None) -> tuple[str, str, int, int] | None:
     """Addresses of a small and the large picture, and width and height of the former."""
     if picture is None:
         return None
-    large = picture.path.parent.parent / f"{picture.path.stem}.png"
+    large = picture.path.parents[slide_id.count("/") + 1] / f"{slide_id}.png"
     small, large_name = (quote(file.relative_to(folder).as_posix()) for file in (picture.path, large))
     return small, large_name, picture.width, picture.height

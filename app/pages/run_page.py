@@ -97,7 +97,7 @@ def render(files: RunFiles) -> str:
         classes=class_table(files.predictions),
         slides=slide_table(files.predictions),
         splits=split_table(files.splits, summary.get("classes") or []),
-        pictures=overlays(files.overlays),
+        pictures=overlays(files.folder / "tissue", files.overlays),
         failed=Table(COLUMNS, [[row.get(name, "") for name in COLUMNS] for row in files.failed]),
         figures=figures_of(files),
         scores=scores_of(files),

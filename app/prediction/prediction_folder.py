@@ -80,6 +80,12 @@ class PredictionFolder:
         self._refuse(others)
         return done
 
+    def forget(self, slide_ids: Sequence[str]) -> None:
+        """Slides are to be predicted: what was recorded of their files, which may have changed, holds no more."""
+        self.failed.remove(slide_ids)
+        for slide_id in slide_ids:
+            self.file("slides", slide_id).unlink(missing_ok=True)
+
     def finish(
         self, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any], opening: Mapping[str, Any]
     ) -> None:

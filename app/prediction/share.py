@@ -192,7 +192,7 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
     if writes and len(share) > len(todo):
         _say(f"done in {command.out} already: {counted(len(share) - len(todo), 'slide')}")
     if writes:
-        folder.failed.remove([spec.slide_id for spec in todo])
+        folder.forget([spec.slide_id for spec in todo])
     failed = []
     for number, spec in enumerate(todo, 1):
         started_s = time.perf_counter()

@@ -79,7 +79,13 @@ def predict_slide(
     outputs = windows.tissue, scored.scores, scored.certainty, scored.attention
     write_tiles(folder.file("tiles", spec.slide_id), model.classes, places, *outputs)
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
-    picture = tinted(windows.thumbnail.pixels, scored.areas_map[list(model.shown)])
+    height, width = scored.areas_map.shape[1:]
+    bounds, l0_px, thumbnail = windows.bounds, windows.l0_cell * scored.factor, windows.thumbnail.pixels
+    covered = (
+        max(thumbnail.shape[1], round(thumbnail.shape[1] * width * l0_px / bounds.width)),
+        max(thumbnail.shape[0], round(thumbnail.shape[0] * height * l0_px / bounds.height)),
+    )
+    picture = tinted(thumbnail, scored.areas_map[list(model.shown)], covered)
     picture = np.concatenate([picture, caption_strip(picture.shape[1], caption, windows.thumbnail.mpp)])
     folder.file("overlays", spec.slide_id).write_bytes(as_png(picture))
     how = model.config.score
@@ -90,14 +96,12 @@ def predict_slide(
         of_slide = bag_scores(of_readable[0], scored.attention[readable])
     row = slide_row(model, spec.slide_id, windows.state, int(readable.sum()), unread, of_slide)
     row |= {f"area_um2_{name}": areas[name] for name in model.shown.values()}
-    height, width = scored.areas_map.shape[1:]
-    bounds = windows.bounds
     canvas = {
         "path": str(spec.path),
         "mpp": windows.slide_mpp,
         "l0_size": list(windows.l0_size),
         "l0_bounds": [bounds.l0_x, bounds.l0_y, bounds.width, bounds.height],
-        "l0_px": windows.l0_cell * scored.factor,
+        "l0_px": l0_px,
         "width": width,
         "height": height,
     }

@@ -10,6 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from app.pages.html import Chart, Series, format_value, line_chart
+from app.pages.pictures import as_png, overlays, slide_rows, small_pictures, tinted, write_slides_page
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.tiles.tile_table import IndexedSlide, TileTable
+from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.slides_page import write_many
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -64,6 +68,33 @@ def test_gaps_stay_gaps_and_nothing_finite_has_no_picture():
 def test_numbers_are_written_short(value, text):
     assert format_value(value) == text
     assert (format_value(0.46612, 3), format_value(1234.5, 3)) == ("0.466", "1234")
+
+
+def test_a_map_that_reaches_beyond_its_picture_is_not_squeezed():
+    white, tumour = np.full((6, 6, 3), 255, np.uint8), np.zeros((1, 2, 2), np.uint8)
+    tumour[0, :, 1] = 255
+    coloured = (tinted(white, tumour, covered=(8, 8)) != 255).any(2)
+    assert not coloured[:, :2].any()
+    assert coloured[:, 4:].all()
+    assert (tinted(white, tumour, covered=(8, 8))[:, 4] == tinted(white, tumour, covered=(8, 6))[:, 4]).all()
+
+
+def test_pictures_of_slides_in_folders_are_linked_and_named(tmp_path):
+    names = ("a/1", "b/1")
+    for name in names:
+        path = tmp_path / "tissue" / f"{name}.png"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(as_png(np.full((200, 90, 3), 120, np.uint8)))
+    pictures = small_pictures(tmp_path / "tissue", [SlideSpec(name, tmp_path / name) for name in names], None, 1)
+    sources = tuple(IndexedSlide(name, 10, None, 0.25, 9000, 8000, "tiled") for name in names)
+    none = np.zeros(0, np.int64)
+    table = TileTable(names, none.astype(np.int32), none, none, none.astype(np.float32), IndexSettings(), sources)
+    page = write_slides_page(tmp_path / "slides.html", slide_rows(table, [], pictures), pictures, (), "")
+    linked = [tmp_path / link for link in re.findall(r'(?:href|src)="(tissue/[^"]+)"', page.read_text())]
+    assert len(linked) == 4
+    assert all(path.is_file() for path in linked)
+    shown = overlays(tmp_path / "tissue", sorted((tmp_path / "tissue").glob("?/*.png")))
+    assert [name for name, _ in shown] == [*names]
 
 
 def test_the_page_of_all_slides_has_flags_orders_and_names(tmp_path):

@@ -221,6 +221,17 @@ def test_a_classifier_has_a_coarse_map(slides, tmp_path):
     assert values[0, 4] == pytest.approx(255 * np.mean(scores[:2]), abs=0.51)
 
 
+def test_a_slide_that_was_replaced_and_fails_is_done_no_longer(slides, checkpoint, tmp_path):
+    folder, out = tmp_path / "slides", tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.png").write_bytes((slides / "a.png").read_bytes())
+    predict(folder, checkpoint, out)
+    (folder / "a.png").write_bytes(b"no picture")
+    assert "none of 1 slide could be predicted" in predict(folder, checkpoint, out, code=1).stderr
+    assert [*failed(out)] == ["a"]
+    assert PredictionFolder(out).rows() == []
+
+
 def test_a_model_of_whole_slides_gives_a_score_for_each(slides, tmp_path):
     checkpoint, out = written(tmp_path / "best.pt", CLASSIFIER, tile="slide"), tmp_path / "out"
     predict(slides, checkpoint, out, model=CLASSIFIER)
