@@ -17,6 +17,7 @@ from torch import nn
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer, broadcast_tensors
+from parallel.comm.objects import make_dense
 from parallel.comm.sharded_reducer import ParameterPiece, ShardedReducer
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.cost.stage_cost import nominal_costs
@@ -34,7 +35,7 @@ from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy, segments_of
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
-from parallel.offload.host_parameters import HostParameters
+from parallel.offload.host_parameters import HostParameters, buffers_to
 from parallel.offload.live_bytes import not_counted
 from parallel.offload.packing import ActivationMeter
 from parallel.offload.saved_tensors import SavedTensors
@@ -275,7 +276,9 @@ def _stage(
 ) -> Stage:
     """Stage ``number``, with the same weights on all ranks that hold it."""
     ranks = holders.of_stage[number]
+    make_dense((*cut.parameters(), *cut.buffers()))
     if not strategy.policy.parameters:
+        buffers_to(cut.root, compute.device)  # those with several names once, which ``to`` moves name by name
         cut.to(compute.device)
     for holding, own in ((ranks, False), (holders.peers, True)):
         broadcast_tensors(holding, cut.held((*cut.named_parameters(), *cut.named_buffers()), own=own), 0)

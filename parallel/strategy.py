@@ -267,6 +267,7 @@ class Strategy:
                 "neither parts computed again nor parameters on the host allow: recompute whole stages, or use 1f1b",
             ),
             (self.compile, "compiled stages cannot: use 1f1b, or do not compile"),
+            (self.stashes, f"{self.name} cannot: give whole backward passes, such as 2B0, or use 1f1b"),
         )
         return [f"{splits} splits the backward pass, which {what}" for is_set, what in given if is_set]
 

@@ -6,7 +6,7 @@ should know about how it was made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
 from models.registry import PRETRAINED, build_model, names_weights, pretrained_weights
 from models.weights import IMAGENET, LoadedWeights, Weights, load_weights, read_weights
 from parallel.comm.communicator import Communicator
+from parallel.trace.op_recorder import draws
 from parallel.trace.without_data import preserve_module_state, refuse_tile_size, run_without_data
 
 
@@ -54,20 +55,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs or {}):
+        kwargs = kwargs or {}
+        if draws(func, args, kwargs):
             self.names.append(func.overloadpacket.__name__)
-        call: Callable[..., Any] = func
-        return call(*args, **(kwargs or {}))
-
-
-def _drops(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """False for attention that could drop, and is called with nothing to drop."""
-    names = [argument.name for argument in func._schema.arguments]
-    called = {argument.name: argument.default_value for argument in func._schema.arguments}
-    called |= dict(zip(names, args, strict=False)) | dict(given)
-    return bool(called.get("dropout_p", 1.0))
+        return func(*args, **kwargs)
 
 
 def refuse_draws(model: nn.Module, shape: tuple[int, ...]) -> None:

@@ -32,6 +32,7 @@ from parallel.schedule.action import versions
 from parallel.schedule.shares import Shares
 from parallel.stage.stage import Loss
 from parallel.trace.patched_kernels import patch_kernels
+from parallel.trace.python_random import seed_python
 from parallel.trace.stage_module import as_tensor
 
 
@@ -207,7 +208,8 @@ class PlainTraining:
         """Return the loss of microbatch ``i`` of ``step``."""
         images, targets, _ = self._trial.microbatch(step, i, NeededInputs(images=True, targets=True))
         assert targets is not None
-        torch.manual_seed(microbatch_seed(self._trial.seed, step, i))
+        torch.manual_seed(seed := microbatch_seed(self._trial.seed, step, i))
+        seed_python(seed)
         return self._trial.loss(self.module(images), as_tensor(targets))
 
     def outcome(self, loss: float) -> StepOutcome:

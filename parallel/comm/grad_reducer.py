@@ -34,7 +34,7 @@ class Bucket:
         self.parameters = tuple(parameters)
         self.offsets = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
         self.with_grad: set[int] = set()
-        self.pending = 0
+        self.pending: set[int] = set()
 
     @property
     def length(self) -> int:
@@ -142,7 +142,7 @@ class GradReducer:
         """The next backward pass is the stage's last of this step: each bucket is summed as soon as it is complete."""
         self._final = self._overlap
         for bucket in self.buckets:
-            bucket.pending = len(bucket.parameters)
+            bucket.pending = set(range(len(bucket.parameters)))
 
     def begin(self) -> None:
         """Begin to sum what has not been begun. Every rank that holds the stage comes here in the same order."""
@@ -165,9 +165,11 @@ class GradReducer:
         bucket.with_grad.add(number)
         if not self._final:
             return
-        bucket.pending -= 1
+        if number not in bucket.pending:
+            raise added_twice(bucket.parameters[number], "use --gradient-buckets=0")
+        bucket.pending.remove(number)
         # In the order of the buckets, which is the same on every rank.
-        while self._begun < len(self.buckets) and self.buckets[self._begun].pending == 0:
+        while self._begun < len(self.buckets) and not self.buckets[self._begun].pending:
             self._sum_next()
 
     def _sum_next(self) -> None:
@@ -219,6 +221,15 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], sou
         if len(parts) > 1:
             for part, received in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
                 part.copy_(received)
+
+
+def added_twice(parameter: nn.Parameter, instead: str) -> ValueError:
+    """Return the error where a gradient of ``parameter`` that was taken for final was not the last of its pass."""
+    return ValueError(
+        f"one backward pass adds two gradients to a parameter of shape {tuple(parameter.shape)}, as where "
+        "torch.utils.checkpoint is given a layer twice with use_reentrant=True: give it use_reentrant=False, or "
+        f"{instead}"
+    )
 
 
 def on_gradient(parameter: nn.Parameter, method: Callable[..., None], *arguments: Any) -> None:

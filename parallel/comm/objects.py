@@ -10,6 +10,7 @@ import collections
 import io
 import pickle
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,6 +60,14 @@ def broadcast_object(communicator: Communicator, value: Any) -> Any:
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Return the elements (n,) of a dense tensor in the order of its memory, whatever the order of its dims."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def make_dense(tensors: Iterable[Tensor]) -> None:
+    """Copy to dense memory those of ``tensors`` that have gaps or overlap in theirs, as parts of larger tensors do."""
+    for tensor in tensors:
+        # ``empty_like`` keeps the strides of a dense tensor alone.
+        if tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            tensor.data = tensor.detach().clone()
 
 
 def pinned_like(tensor: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class TorchCommunicator(Communicator):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with _named(self._operation("broadcast of {} {} from rank {}", tensor, source)):
-            dist.broadcast(in_memory_order(tensor.detach()), self._ranks[source], self._group)
+            dist.broadcast(bytes_of(in_memory_order(tensor.detach())), self._ranks[source], self._group)
 
     def barrier(self) -> None:
         with _named(Operation(self.rank, self.world, "barrier")):
@@ -266,7 +266,7 @@ class Links:
 
 
 def bytes_of(flat: Tensor) -> Tensor:
-    """Return a view as bytes: NCCL has no 16-bit integers, nor unsigned ones of more than 8 bits."""
+    """Return a view as bytes: Gloo and NCCL have no 16-bit integers, nor unsigned ones of more than 8 bits."""
     return flat.view(torch.uint8)
 
 

@@ -74,7 +74,8 @@ def recompute_in_backward(module: nn.Module, recomputing: Callable[[nn.Module], 
     Call it before ``shard_module``: torch then gathers the parameters for the backward pass, which has both.
 
     Args:
-        recomputing: gives the context of the second pass of the module, besides random numbers and autocast.
+        recomputing: gives, at each first pass, the context of the second one, besides autocast and random numbers of
+            torch.
     """
     forward = module.forward
     contexts = lambda: (contextlib.nullcontext(), recomputing(module))  # noqa: E731

@@ -45,6 +45,7 @@ from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums
 from parallel.trace.patched_kernels import patch_kernels
+from parallel.trace.python_random import preserve_python_state, python_state, set_python_state
 from parallel.trace.stage_module import as_tensor
 
 
@@ -101,7 +102,7 @@ class FullyShardedEngine(TrainingEngine):
         if recompute and not blocks:
             raise ValueError(f"--recompute block: {NO_BLOCKS}; use --recompute none")
         for block in blocks:
-            recompute_in_backward(block, lambda block: self._statistics.frozen(set(block.modules())))
+            recompute_in_backward(block, self._second_pass)
         self.module, self.counted = shard_module(module, units, communicator, device), True
         self._held = dict(module.named_parameters())
         self._parts = {
@@ -122,6 +123,18 @@ class FullyShardedEngine(TrainingEngine):
         self._statistics = running_statistics(module, communicator, statistics)
         self._dtype = next(module.parameters()).dtype.to_real()
         self._idle = len(self.share) < len(share_of(0, communicator.world, m))
+
+    def _second_pass(self, block: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ``block`` computes what it does from now on."""
+        state = python_state()
+
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            with preserve_python_state(), self._statistics.frozen(set(block.modules())):
+                set_python_state(state)
+                yield
+
+        return context()
 
     def wants(self, i: int) -> NeededInputs:
         return self.predict_wants

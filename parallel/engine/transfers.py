@@ -231,11 +231,9 @@ def describe(values: Mapping[str, Any]) -> str:
 
 
 def _add(sums: Gradients, name: str, gradients: list[Tensor]) -> None:
-    if name not in sums:
-        sums[name] = gradients
-        return
-    for total, more in zip(sums[name], gradients, strict=True):
-        total += more
+    # Several values may have the same tensor as a gradient: nothing is added in place.
+    before = sums.get(name)
+    sums[name] = gradients if before is None else [total + more for total, more in zip(before, gradients, strict=True)]
 
 
 def _like(value: Any) -> list[tuple[Tensor, torch.device]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.comm.device_thread import on_current_device
-from parallel.comm.grad_reducer import on_gradient
+from parallel.comm.grad_reducer import added_twice, on_gradient
 from parallel.offload.copies import Copies, Mark
 
 Before = tuple[Tensor, dict[str, Any] | None]
@@ -181,6 +181,8 @@ class HostOptimizer:
             self._copies.synchronize(mark)
 
     def _added(self, name: str) -> None:
+        if name in self._begun:
+            raise added_twice(self._parameters[name], "leave --offload-state out")
         if name in self._final:
             self._final.remove(name)
             self.gradient_ready(name)

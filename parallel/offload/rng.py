@@ -2,7 +2,8 @@
 
 The plain step seeds torch before each microbatch and draws through the model in order. The first stage that draws is
 given that seed; each later one continues from the state the one before it ended with, sent along as one uint8 tensor.
-A recomputed forward pass starts again where the first one started.
+A recomputed forward pass starts again where the first one started. Layers of users may also draw from the generators of
+``random`` and ``numpy.random``: these are seeded, sent along and kept with torch's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from parallel.trace.python_random import STATE_BYTES, python_state, seed_python, set_python_state
+
 DRAWING = threading.RLock()
-"""Held while a stage draws: ranks that are threads of one process share torch's default generators."""
+"""Held while a stage draws: ranks that are threads of one process share the default generators."""
 
 
 class Draws:
@@ -33,7 +36,7 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
 
     Args:
         start: a seed, or the state that an earlier pass ended with.
-        device: of the stage; its generator is set besides the CPU's.
+        device: of the stage; its generator is set besides those of the CPU.
     """
     draws = Draws()
     with DRAWING:
@@ -42,6 +45,7 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
             if isinstance(start, Tensor):
                 set_random_state(start, device)
             else:
+                seed_python(start)
                 for generator in _generators(device):  # other threads may be using other devices
                     generator.manual_seed(start)
             yield draws
@@ -51,8 +55,9 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
 
 
 def get_random_state(device: torch.device) -> Tensor:
-    """Return the states of the default generators of the CPU and the device: uint8 (``state_size(device)``,)."""
-    return torch.cat([generator.get_state() for generator in _generators(device)])
+    """Return the states of the default generators of torch, Python and NumPy: uint8 (``state_size(device)``,)."""
+    states = [generator.get_state() for generator in _generators(device)]
+    return torch.cat([*states, torch.frombuffer(bytearray(python_state()), dtype=torch.uint8)])
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
@@ -61,20 +66,25 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
     Raises:
         ValueError: ``state`` has another size or type, as when the stages' devices are of different kinds.
     """
-    size = state_size(device)
-    if state.dtype != torch.uint8 or state.shape != (size,):
+    sizes = _sizes(device)
+    if state.dtype != torch.uint8 or state.shape != (sum(sizes),):
         raise ValueError(
-            f"a random state for {device} is {size} bytes of uint8, got {tuple(state.shape)} of {state.dtype}: "
+            f"a random state for {device} is {sum(sizes)} bytes of uint8, got {tuple(state.shape)} of {state.dtype}: "
             "put all stages that draw on devices of one kind"
         )
-    sizes = [generator.get_state().numel() for generator in _generators(device)]
-    for generator, own_state in zip(_generators(device), torch.split(state.cpu(), sizes), strict=True):
+    *own_states, python = torch.split(state.cpu(), sizes)
+    set_python_state(python.numpy().tobytes())
+    for generator, own_state in zip(_generators(device), own_states, strict=True):
         generator.set_state(own_state.clone())
 
 
 def state_size(device: torch.device) -> int:
     """Return the bytes of a random state, the same for all devices of a kind."""
-    return sum(generator.get_state().numel() for generator in _generators(device))
+    return sum(_sizes(device))
+
+
+def _sizes(device: torch.device) -> list[int]:
+    return [*(generator.get_state().numel() for generator in _generators(device)), STATE_BYTES]
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

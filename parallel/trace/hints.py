@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_any
+
+from parallel.trace.python_random import preserve_python_state
 
 OF_TYPE = {
     "data_ptr", "device", "dtype", "element_size", "get_device", "grad_fn", "is_contiguous", "is_cpu", "is_cuda",
@@ -149,7 +150,7 @@ class Hints:
     def _run(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         args, kwargs = _plain(args), _plain(kwargs)
-        with self._running():
+        with self._running(node):
             match node.op:
                 case "get_attr":
                     return operator.attrgetter(str(node.target))(self._root)
@@ -161,16 +162,18 @@ class Hints:
             return node.target(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """Run without data, with gradients as outside, and with nothing drawn from the generators."""
-        before, normalized, self.running = random.getstate(), functional.batch_norm, True
+    def _running(self, node: fx.Node) -> Iterator[None]:
+        """Run ``node`` without data, with gradients as outside, and with nothing drawn from the generators."""
+        # Only a user's code draws from Python's, whose states take longer to keep than most nodes to run.
+        is_user_code = not self._is_sure(node) and (node.op == "call_module" or not self._is_of_torch(node))
+        preserved = preserve_python_state() if is_user_code else contextlib.nullcontext()
+        normalized, self.running = functional.batch_norm, True
         functional.batch_norm = _like  # type: ignore[assignment]
         try:
-            with self._mode, torch.set_grad_enabled(self._grad), torch.random.fork_rng(devices=[]):
+            with self._mode, torch.set_grad_enabled(self._grad), torch.random.fork_rng(devices=[]), preserved:
                 yield
         finally:
             self.running, functional.batch_norm = False, normalized
-            random.setstate(before)
 
     def _is_of_type(self, node: fx.Node, value: Any) -> bool:
         if tree_any(lambda leaf: isinstance(leaf, Tensor), value):

@@ -30,12 +30,18 @@ NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """Facts of an operation from its schema; a ``composite`` one is made of others, whose flops are its own."""
+    """Facts of an operation from its schema.
+
+    Attributes:
+        dropout_p: by default; 1 of an operation that does not take it.
+        composite: made of others, whose flops are its own.
+    """
 
     name: str
     arguments: tuple[str, ...]
     written: tuple[str, ...]
     uses_rng: bool
+    dropout_p: float
     computes: bool
     composite: bool
 
@@ -49,6 +55,7 @@ def _signature(func: Any) -> _Signature:
         arguments=tuple(argument.name for argument in schema.arguments),
         written=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
         uses_rng=torch.Tag.nondeterministic_seeded in func.tags,
+        dropout_p=next((a.default_value for a in schema.arguments if a.name == "dropout_p"), 1.0),
         computes=func.namespace != "prim" and not views and func not in ALLOCATIONS,
         composite=func.namespace != "prim" and func.overloadpacket not in flop_registry and func._can_decompose(),
     )
@@ -100,7 +107,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _detached(args[0])
         signature = _signature(func)
         arguments = dict(zip(signature.arguments, args, strict=False)) | kwargs
-        if signature.uses_rng and arguments.get("dropout_p", 1) > 0:
+        if draws(func, args, kwargs):
             self.uses_rng = True
         if signature.written:
             self.written |= {storage_of(tensor) for tensor in written_by(func, args, kwargs)}
@@ -191,6 +198,16 @@ def bytes_of(tensor: Tensor) -> int:
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in ``value``, however deep."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation draws random numbers. Attention that has nothing to drop does not; torch leaves out
+    arguments that are as by default."""
+    signature = _signature(func)
+    if not signature.uses_rng:
+        return False
+    arguments = dict(zip(signature.arguments, args, strict=False)) | kwargs
+    return bool(arguments.get("dropout_p", signature.dropout_p) > 0)
 
 
 def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

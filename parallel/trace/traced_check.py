@@ -8,7 +8,6 @@ compute the same numbers. A model that looks at its data is run on random tiles 
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -22,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel.trace.known_proxy import OtherPathError
 from parallel.trace.op_recorder import NORMS, normed_without_data, storage_of, tensors_of, written_by
+from parallel.trace.python_random import preserve_python_state, seed_python
 from parallel.trace.tracer import scope_of, user_frames
 from parallel.trace.without_data import Trial, preserve_module_state, state_of, swapped, trials
 
@@ -145,13 +145,10 @@ def _run(model: nn.Module, runner: nn.Module, trial: Trial) -> _Run:
         compute, origin = interpreter.run, lambda: interpreter.origin
     recorder = _Recorder(names, origin, fake=trial.fake is not None)
     torch.manual_seed(SEED)
-    random_state = random.getstate()
-    random.seed(SEED)
-    try:
+    with preserve_python_state():
+        seed_python(SEED)
         with swapped(runner, values), trial.mode, recorder:
             output = compute(trial.example)
-    finally:
-        random.setstate(random_state)
     leaves = tensors_of(output)
     ends = [recorder.name(leaf) for leaf in leaves]
     return _Run(recorder.operations, recorder.origins, [*ends, *_backward(leaves, {id(t): n for t, n in names})])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import random
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch.utils import checkpoint
 from parallel.trace.hints import Hints
 from parallel.trace.known_proxy import KnownNumber, KnownProxy, UnknownProxy, applied, as_traced, constant, detached
 from parallel.trace.op_recorder import tensors_of
+from parallel.trace.python_random import python_state
 
 _NOT_OF_USERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
@@ -290,5 +290,5 @@ def _switches() -> tuple[bool, ...]:
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(torch.is_autocast_enabled, devices))
 
 
-def _random_state() -> tuple[Any, ...]:
-    return random.getstate(), torch.random.get_rng_state().numpy().tobytes()
+def _random_state() -> tuple[bytes, bytes]:
+    return python_state(), torch.random.get_rng_state().numpy().tobytes()

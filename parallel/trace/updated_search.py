@@ -62,7 +62,8 @@ def updated_buffers(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
     Args:
         shape: (n, c, h, w) of a microbatch.
     """
-    running = {id(buffer) for layer in tracking_layers(module) for buffer in layer.buffers(recurse=False)}
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    running = {id(getattr(layer, name, None)) for layer in tracking_layers(module) for name in statistics}
     names = sorted(name for name, tensor in state_of(module).items() if id(tensor) not in running)
     recorder, updated = _Flow(), dict[str, Updated]()
 

@@ -34,6 +34,10 @@ def check_communicator(communicator: Communicator, argument: Any = None, *, grou
         tensor = numbers(source if rank == source else 99, torch.float32).to(memory_format=CLOSE)
         communicator.broadcast(tensor, source)
         assert tensor.equal(numbers(source, torch.float32))
+    for dtype in (torch.int16, torch.uint16):
+        tensor = numbers(rank, dtype)
+        communicator.broadcast(tensor, world - 1)
+        assert tensor.long().equal(numbers(world - 1, torch.int64)), dtype
     gathers(communicator)
     communicator.barrier()
     assert agree(communicator, rank == world - 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel.engine.step import microbatch_seed
 from parallel.stage.stage import Loss
+from parallel.trace.python_random import seed_python
 
 Batch = list[tuple[Tensor, Tensor]]
 """(images, targets) of each microbatch of one global batch."""
@@ -44,6 +45,7 @@ def plain_run(
         total = 0.0
         for i, (images, targets) in enumerate(batch):
             torch.manual_seed(microbatch_seed(seed, step, i))
+            seed_python(microbatch_seed(seed, step, i))
             part = loss(model(images), targets) * (len(images) / tiles)
             part.backward()
             total += part.item()

@@ -66,6 +66,7 @@ def test_a_schedule_file_takes_the_place_of_the_named_one() -> None:
 SPLIT = "0F0,0I0,0W0\n1F0,1B0\n"
 SWAPPED = "0F1,0B1\n1F1,1B1\n0F0,0B0\n1F0,1B0\n"
 UPDATES = "0F0,0B0,0U0\n1F0,1B0,1U0\n"
+SPLIT_UPDATES = "0F0,0I0,0W0,0U0\n1F0,1B0,1U0\n"
 REFUSED = [
     (Strategy("gpipe", 4, 3, 4), "4 ranks cannot be grouped by 3"),
     (Strategy("gpipe", 2, 0, 4), "2 ranks cannot be grouped by 0"),
@@ -84,6 +85,7 @@ REFUSED = [
     (Strategy("gpipe", 4, 2, 2, schedule_csv=SWAPPED), "group 0 of the schedule file must compute the microbatches 0$"),
     (Strategy("1f1b", 2, 2, 1, schedule_csv=UPDATES), "updates, such as 2U0, with pipedream and with no other"),
     (Strategy("pipedream", 2, 2, 1, schedule_csv=UPDATES.replace(",0U0", "").replace(",1U0", "")), "pipedream"),
+    (Strategy("pipedream", 2, 2, 1, schedule_csv=SPLIT_UPDATES), "pipedream cannot: give whole backward passes"),
 ]  # fmt: skip
 
 

@@ -140,6 +140,25 @@ def test_caches_norms_and_constants_are_not_updated():
     assert updated_buffers(net, (2, 3, 8, 8), torch.float32) == {}
 
 
+class CountingNorm(nn.BatchNorm2d):
+    """Counts its passes in a buffer of its own."""
+
+    def __init__(self, features):
+        super().__init__(features)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.passes.add_(1)
+        return super().forward(x)
+
+
+def test_buffers_of_a_norm_that_are_none_of_its_statistics_are_found():
+    """Ranks that hold copies counted the passes of their own microbatches."""
+    found = updated_buffers(nn.Sequential(CountingNorm(3)), (2, 3, 8, 8), torch.float32)
+    assert found == {"0.passes": Updated("CountingNorm")}
+
+
 def test_a_model_that_looks_at_its_data_is_looked_at_and_left_as_it_was():
     net = updating_nets.looking(3)
     assert updated_buffers(net, (2, 3, 8, 8), torch.float32) == {"2.ema": Updated("Looking")}

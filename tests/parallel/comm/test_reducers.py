@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from parallel.comm import grad_reducer
 from parallel.comm.communicator import Communicator, part_bytes, sum_bytes
@@ -143,6 +145,28 @@ def test_a_gradient_that_one_rank_has_is_everybodys_and_one_that_nobody_has_stay
 
     for sliced in (False, True):
         assert run_on_threads(2, step, sliced, timeout_s=30) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("kind", [GradReducer, ShardedReducer])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_gradient_that_comes_after_the_sum_of_its_bucket_has_begun_is_refused(reentrant: bool, kind: Any) -> None:
+    """It was left out of the sum, or added while that was under way."""
+
+    def step(communicator: Communicator, _: Any) -> None:
+        layer = nn.Linear(3, 3)
+        sums = kind(layer.parameters(), communicator, overlap=True)
+        sums.begin_step()
+        sums.expect_final_grads()
+        value = torch.ones(2, 3, requires_grad=True)
+        for _use in range(2):
+            value = checkpoint(layer, value, use_reentrant=reentrant)
+        value.sum().backward()
+        sums.begin()
+        sums.finish()
+
+    refused = pytest.raises(ValueError, match=r"shape \(3.*use_reentrant=False, or use --gradient-buckets=0")
+    with refused if reentrant else contextlib.nullcontext():
+        run_on_threads(2, step, timeout_s=30)
 
 
 def test_what_a_bucket_holds() -> None:

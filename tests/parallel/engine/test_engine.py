@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import random
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from parallel.schedule.registry import SCHEDULES
 from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
+from tests.helpers import engine_runs
 from tests.helpers.engine_runs import (
     SGD,
     assert_equal,
@@ -83,6 +86,48 @@ def test_single_precision() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", "bidirectional"])
 def test_recomputed_stages_count_once_and_draw_the_same_numbers(schedule: str) -> None:
     assert_plain("skips", strategy_for(schedule, 3, m=4, policy=ActivationPolicy(recompute="stage")))
+
+
+class PythonNoise(nn.Module):
+    """Scales by numbers of the generators of Python and NumPy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (random.random() + np.random.rand())  # noqa: NPY002
+
+
+def with_python_noise() -> nn.Module:
+    parts = (nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), PythonNoise(), nn.Tanh()) for _ in range(4))
+    return nn.Sequential(*parts)
+
+
+@pytest.mark.parametrize("recompute", ["stage", "block"])
+def test_stages_continue_and_recompute_with_the_numbers_of_python(
+    recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ALL_NETS, "python noise", (with_python_noise, pixel_loss))
+    whole, stages = Strategy("gpipe", 1, 1, 2), Strategy("gpipe", 2, 2, 2, policy=ActivationPolicy(recompute))
+    (expected,), (found, _) = (on_threads("python noise", each, steps_of(2)) for each in (whole, stages))
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+    assert largest_error(expected["state"]["model"], found["state"]["model"]) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Strategy("ddp", 2, 1, 4), Strategy("ddp", 2, 1, 4, zero=2), Strategy("master", 2, 2, 4)],
+    ids=str,
+)
+def test_parameters_may_be_parts_of_larger_tensors(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were given gradients of others. A buffer that is one number seen as many ended the run."""
+
+    def sliced(name: str, dtype: torch.dtype) -> nn.Module:
+        model = net(name, dtype)
+        for parameter in model.parameters():
+            parameter.data = torch.stack([parameter.detach()] * 2, -1)[..., 0]
+        model.register_buffer("factor", torch.ones(1, dtype=dtype).expand(3))
+        return model
+
+    monkeypatch.setattr(engine_runs, "net", sliced)
+    assert_equal(on_threads("skips", strategy, steps_of(4)), plain_of("skips", steps_of(4)), torch.float64)
 
 
 UNEVEN = [batch_of([2] * 5, 12, 1, torch.float64), batch_of([1, 2, 1, 1, 2], 12, 2, torch.float64)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.training.engines import build_engine
 from parallel.comm.communicator import Communicator
@@ -40,7 +40,7 @@ from tests.helpers.engine_runs import (
 from tests.helpers.lanes import long_where
 from tests.helpers.pairs import covering
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.small_nets import ALL_NETS, NETS
+from tests.helpers.small_nets import ALL_NETS, NETS, pixel_loss
 
 RANKS, M = 4, 8
 STRIPS, COLUMNS, QUARTERS = TeamGrid(2, 1), TeamGrid(1, 2), TeamGrid(2, 2)
@@ -260,6 +260,18 @@ def test_simulated_gpus(name: str, late: int | None) -> None:
 def test_complex_values_on_simulated_gpus(late: int | None) -> None:
     strategy = strategy_for("1f1b", 2, m=3)
     assert_equal(on_gpus("fourier", strategy, steps_of(3), late), plain("fourier", 3), torch.float64, tolerance=1e-12)
+
+
+def sharing_a_norm() -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    return nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.ReLU(), nn.Conv2d(4, 4, 1), norm, nn.Conv2d(4, 3, 1))
+
+
+def test_a_norm_with_two_names_has_one_set_of_statistics_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those by its second name stayed as they were."""
+    monkeypatch.setitem(ALL_NETS, "sharing a norm", (sharing_a_norm, pixel_loss))
+    ranks = on_gpus("sharing a norm", strategy_for("gpipe", 2, m=2), steps_of(2))
+    assert_equal(ranks, plain_of("sharing a norm", steps_of(2)), torch.float64)
 
 
 def test_updates_after_every_microbatch_race_with_nothing() -> None:

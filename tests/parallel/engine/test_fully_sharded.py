@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ class Residual(nn.Module):
         self.layers = nn.Sequential(first, nn.BatchNorm2d(hidden), nn.ReLU(inplace=True), nn.Dropout(0.3), last)
 
     def forward(self, values: Tensor) -> Tensor:
-        out: Tensor = values + self.layers(values)
+        out: Tensor = values + random.uniform(0.5, 1) * self.layers(values)
         return out
 
 

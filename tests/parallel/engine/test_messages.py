@@ -14,7 +14,7 @@ import torch
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import UnknownTypeError, dump, load
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine import transfers as transfers_module
 from parallel.engine.messages import Form, Messenger, TensorForm, take_apart
 from parallel.engine.transfers import Parcel, StageTransfers
@@ -181,6 +181,24 @@ def test_gradients_of_a_host_tensor_add_up_on_the_host_between_teams(monkeypatch
         messenger.finish()
 
     run_on_threads(4, talk, timeout_s=30)
+
+
+def test_a_sum_of_gradients_changes_no_other_value_that_has_the_same_tensor() -> None:
+    """Both terms of an addition are given one tensor."""
+    transfers = StageTransfers(
+        {(0, 1): ("left", "right"), (0, 2): ("left",)},
+        {(0, 1): True, (0, 2): True},
+        Mesh(1, (0, 0, 0)),
+        Messenger(LocalCommunicator(), CPU),
+        rank=0,
+    )
+    values = {name: torch.ones(2, requires_grad=True) for name in ("left", "right")}
+    transfers.stash_output(Action.parse("0F0"), values)
+    shared = torch.ones(2)
+    transfers.stash_gradients(Action.parse("1B0"), {"left": [shared], "right": [shared]})
+    transfers.stash_gradients(Action.parse("2B0"), {"left": [torch.ones(2)]})
+    found = transfers.wait_backward(Action.parse("0B0"))
+    assert {name: gradient.tolist() for name, (gradient,) in found.items()} == {"left": [2, 2], "right": [1, 1]}
 
 
 class Order:

@@ -167,9 +167,9 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         kept = watch.peak_bytes = watch.bytes
         with watch:
             stage.backward(0, {key: [torch.ones(size)] for key, size in sizes.items()})
-        # 5 KiB: the state of the random generator, of segments that draw.
-        assert told.forward == pytest.approx(forward, rel=0.01, abs=8 * KIB), number
-        assert told.activations == pytest.approx(kept, rel=0.01, abs=8 * KIB), number
+        # 10 KiB: the states of the random generators, of segments that draw.
+        assert told.forward == pytest.approx(forward, rel=0.01, abs=12 * KIB), number
+        assert told.activations == pytest.approx(kept, rel=0.01, abs=12 * KIB), number
         assert told.first_backward == pytest.approx(watch.peak_bytes, rel=0.08), number
         if saved_tensors.pool is not None:  # whose smallest buffers are of 4 KiB
             assert there[number].kept <= saved_tensors.pool.peak_bytes

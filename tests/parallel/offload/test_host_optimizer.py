@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from parallel.engine.optimizer_step import OptimizerStep
 from parallel.offload.copies import Copies
@@ -170,6 +171,19 @@ def test_what_the_thread_fails_with_is_raised_when_the_step_is_applied(early: bo
     net(torch.ones(2, 4)).sum().backward()
     with pytest.raises(OSError, match="no more memory"):
         host.apply(LR)
+    assert_same_bits(net.state_dict(), before)
+
+
+def test_a_gradient_that_comes_after_the_update_of_its_parameter_is_refused(chain: Chain) -> None:
+    net, host, before = chain
+    host.begin_step()
+    host.expect_final_grads(LR)
+    value = torch.ones(2, 4, requires_grad=True)
+    for _use in range(2):
+        value = checkpoint(net[0], value, use_reentrant=True)
+    with pytest.raises(ValueError, match="use_reentrant=False, or leave --offload-state out"):
+        value.sum().backward()
+    host.rollback()
     assert_same_bits(net.state_dict(), before)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class Refuses(nn.Module):
         if self.how == "autocast":
             with torch.autocast("cpu", torch.bfloat16):
                 return self.inner(x)
+        if self.how == "noise":
+            return self.inner(x + torch.tensor(np.random.rand(4).tolist()))  # noqa: NPY002
         if self.how == "drawn":
             return self.inner(x) if float(torch.rand(1)) < 0.5 else x
         return self.inner(x)
@@ -87,6 +90,23 @@ def test_facts_of_layers() -> None:
     assert traced.graph.inseparable == ((2, 3),)
 
 
+class Attending(nn.Module):
+    """Attention that may drop."""
+
+    def __init__(self, dropout_p):
+        super().__init__()
+        self.dropout_p = dropout_p
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout_p)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_attention_with_nothing_to_drop_draws_no_numbers(dropout_p):
+    layers = trace(Attending(dropout_p), (2, 3, 8, 8)).graph.layers
+    assert any(layer.random for layer in layers) == (dropout_p > 0)
+
+
 class WithoutAutograd(nn.Module):
     """Its linear layer is not taken apart by autograd; what it gives depends on the data."""
 
@@ -107,7 +127,7 @@ def test_a_model_that_depends_on_its_data_runs_on_zeros() -> None:
     assert model[0].norm.num_batches_tracked == 0
 
 
-@pytest.mark.parametrize("how", ["data", "no_grad", "autocast", "drawn", "hook", "inner buffer"])
+@pytest.mark.parametrize("how", ["data", "no_grad", "autocast", "drawn", "noise", "hook", "inner buffer"])
 def test_innermost_module_that_cannot_be_traced_is_a_leaf(how: str) -> None:
     model = Around(how)
     if how == "hook":
