@@ -147,7 +147,7 @@ def _with_microbatches(config: RunConfig, begun: int | None) -> RunConfig:
 
 def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack) -> int:
     """Run this process's part; of all ranks that fail, one raises."""
-    from app.launch.place import place
+    from app.launch.place import agree_on_precision, place
     from app.launch.watchdog import Interrupt, RankGuard
     from parallel.comm.communicator import CommunicationError
 
@@ -156,6 +156,7 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
     interrupt.listen()  # there was nothing to save before, and who waits for ranks that do not come is to end at once
     try:
         _take_folder(folder, placement, held)
+        placement = agree_on_precision(placement, config.strategy.computed_precision)
         before, begun, config = _agree_on_restart(config, folder, placement)
     except CommunicationError as fault:
         atexit.register(placement.communicator.abort)
@@ -295,7 +296,8 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
             if planned is config:
                 raise
             raise RunError(f"{fault}; {in_boxes(dataset.tiles.largest)}") from fault
-        folder.keep_microbatches(decided(config.strategy, folder.path, "cpu", plan_text(folder.path)).m)
+        if not config.resume:  # it keeps those of the run
+            folder.keep_microbatches(decided(config.strategy, folder.path, "cpu", plan_text(folder.path)).m)
     elif dataset.tiles.sides is not None:
         check_largest(config, dataset.tiles.largest, *learned)
 

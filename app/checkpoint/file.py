@@ -8,7 +8,9 @@ it is read as it was written or not at all.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +33,8 @@ FORMAT = 2
 """Since 2 a checkpoint ends with its checksum. One without is refused, as one that was cut short."""
 PRINTED = ("settings", "classes", "task")
 """Of a checkpoint's state, what is printed and logged."""
+NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+"""Errors of file systems that give a file no second name, or no further one."""
 
 
 class ChecksumError(Exception):
@@ -146,7 +150,7 @@ def write_file(path: Path, write: Callable[[HashingWriter], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -154,7 +158,8 @@ def write_file(path: Path, write: Callable[[HashingWriter], object]) -> None:
 
 
 def keep_as(source: Path, target: Path) -> None:
-    """Give the checkpoint ``source`` a second name, atomically and without copying its bytes.
+    """Give the checkpoint ``source`` a second name, atomically. Its bytes are copied only where the file system has no
+    hard links.
 
     Raises:
         RunError: it could not be done; what had that name before still has.
@@ -162,10 +167,18 @@ def keep_as(source: Path, target: Path) -> None:
     temporary = target.with_suffix(".tmp")
     try:
         temporary.unlink(missing_ok=True)
-        os.link(source, temporary)
+        try:
+            os.link(source, temporary)
+        except OSError as fault:
+            if fault.errno not in NO_HARD_LINKS:
+                raise
+            shutil.copyfile(source, temporary)
+            _sync(temporary)
         temporary.replace(target)
-        _sync_folder(target.parent)
+        _sync(target.parent)
     except OSError as fault:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise RunError(f"checkpoint {target} could not be written ({_reason(fault)})") from fault
 
 
@@ -234,9 +247,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return state | {key: printable_values(state[key]) for key in PRINTED if key in state}
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make the bytes of a file, or the renames in a folder, last through a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -21,9 +21,9 @@ import torch
 
 from app.launch.host import kill_after, memory_bytes, stop_with_launcher, usable_cores
 from app.settings.cli import FAILED, USAGE, RunError
-from app.settings.launcher import Launch, find_launch, slurm_variables
+from app.settings.launcher import Launch, find_launch, find_launcher, slurm_variables
 from app.settings.strategy import StrategySettings
-from parallel.comm.communicator import CommunicationError, Communicator, SecondaryError
+from parallel.comm.communicator import CommunicationError, Communicator, SecondaryError, agree
 from parallel.comm.kinds import RankKind, describe_shared_gpu, has_gpu_each
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.offload.copies import Copies
@@ -60,7 +60,8 @@ class RankPlacement:
 
 
 def place(settings: StrategySettings) -> RankPlacement:
-    """Choose device and precision, share the cores among the ranks of this machine, join the other ranks.
+    """Choose device and precision, share the cores among the ranks of this machine, join the other ranks;
+    ``agree_on_precision`` comes next.
 
     Raises:
         ValueError: a device that is not there, or a precision that it does not have.
@@ -73,6 +74,14 @@ def place(settings: StrategySettings) -> RankPlacement:
     return RankPlacement(connect(settings, device), device, precision)
 
 
+def agree_on_precision(placement: RankPlacement, asked: str) -> RankPlacement:
+    """Return ``placement`` with the precision of all ranks: where ``asked`` is auto, fp32 if that is any rank's. Every
+    rank calls it."""
+    if asked == "auto" and agree(placement.communicator, placement.precision == "fp32"):
+        return replace(placement, precision="fp32")
+    return placement
+
+
 def take_cores(device: torch.device, cpu_ranks: int = 0) -> None:
     """Let this process compute on its share of the cores, as fast as the C library and the processor can."""
     if device.type == "cpu":
@@ -80,25 +89,41 @@ def take_cores(device: torch.device, cpu_ranks: int = 0) -> None:
         # in the rims of boxes are such where layers scale their branch by 1e-6, as ConvNeXt's.
         torch.set_flush_denormal(True)
         keep_freed_memory()
-    if "OMP_NUM_THREADS" not in os.environ:  # what the user set is the user's
+    if threads_set() is None:
         torch.set_num_threads(rank_cores(cpu_ranks))
     cv2.setNumThreads(1)  # its own threads would compete with those that read tiles
 
 
+def threads_set() -> int | None:
+    """Return the threads that ranks compute with because the user set them; None: as many as a rank has cores."""
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
+
+
+def node_cores() -> int:
+    """Return the cores that the ranks of this machine share: those of this process. Where srun has bound each task to
+    cores of its own, those of all tasks."""
+    launch, own = find_launch(), len(os.sched_getaffinity(0))
+    ranks = launch.local_world if launch else 1
+    are_tasks = find_launcher().agent is None  # ranks of torchrun and of --ranks are of one task
+    is_bound = are_tasks and own * ranks <= int(os.environ.get("SLURM_CPUS_ON_NODE", 0))
+    return usable_cores() * (ranks if is_bound else 1)
+
+
 def rank_cores(cpu_ranks: int = 0) -> int:
-    """Return the cores this rank may use for decoding and computing: the ranks of this machine share them.
+    """Return the cores this rank may use for decoding and computing: the ranks of this machine share ``node_cores``.
 
     Args:
         cpu_ranks: of a machine's ranks on GPUs and on its CPU, those on the CPU: they share what the others leave.
     """
-    launch, cores = find_launch(), usable_cores()
+    launch, cores = find_launch(), node_cores()
     ranks = launch.local_world if launch else 1
     if not cpu_ranks:
         return max(1, cores // ranks)
     on_gpus = max(1, min(GPU_RANK_CORES, cores // ranks))
     if not _on_cpu(launch, cpu_ranks):
         return on_gpus
-    return max(1, (cores - (ranks - cpu_ranks) * on_gpus) // cpu_ranks)
+    left = (cores - (ranks - cpu_ranks) * on_gpus) // cpu_ranks
+    return max(1, min(left, usable_cores()))  # a rank that is bound cannot use the cores of others
 
 
 def _on_cpu(launch: Launch | None, cpu_ranks: int) -> bool:
@@ -139,10 +164,10 @@ def connect(settings: StrategySettings, device: torch.device) -> Communicator:
         SystemExit: the same, and another rank reports it.
     """
     launch = find_launch()
+    stop_with_launcher()
     if settings.world == 1:
         return LocalCommunicator()
     assert launch is not None  # without a launcher, --ranks has been one
-    stop_with_launcher()
     try:
         return _join(settings, device, launch)
     except CommunicationError as fault:

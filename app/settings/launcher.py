@@ -116,16 +116,17 @@ class Launch:
 
 
 def find_launch() -> Launch | None:
-    """Return how this process was launched; None when a user started it alone.
+    """Return how this process was launched; None when a user started it alone, also by an MPI launcher or srun.
 
     Raises:
         ValueError: variables of Slurm that cannot be read.
     """
     for names in (TORCHRUN, *MPI):
         rank, world, local_rank, local_world = (os.environ.get(name) for name in names)
-        if rank is None or world is None:
-            continue
         mpi = names is not TORCHRUN
+        # The only process of an MPI launcher is no rank: as in a Slurm step of one task, --ranks starts some.
+        if rank is None or world is None or (mpi and int(world) < 2):
+            continue
         if mpi and local_world is None:  # srun says itself what PMI does not
             local_rank = os.environ.get("SLURM_LOCALID")
             local_world = str(tasks_of_node(os.environ) or world)

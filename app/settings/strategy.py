@@ -112,7 +112,7 @@ class StrategySettings:
     mixed_sums: Rare[Literal["host", "device"] | None] = None
     """Where --device mixed sums gradients: in host memory, or on the GPUs. Default: device."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """bf16: mixed precision; tf32: 10-bit mantissas in products; auto: bf16 on GPUs that have it, else fp32."""
+    """bf16: mixed precision; tf32: 10-bit mantissas in products; auto: bf16 if all GPUs have it, else fp32."""
     channels_last: Rare[bool] = True
     """Memory layout of images and convolutions; faster on most hardware."""
     timeout_s: Rare[float] = 1800.0

@@ -76,6 +76,7 @@ class TrainingLoop:
         self._checkpoints = CheckpointManager(session.config.checkpoint, *paths, session.engine, device, step)
         self._train = steps_of(session)
         self._checkpoint_asked = False
+        self._settings_due = self._is_first and session.config.resume
         self._last_batch: Batch | None = None
         experiment = session.config.mlflow if self._is_first else ""
         self.mlflow = MlflowLog(folder.path, experiment, flat(session.config)) if experiment else None
@@ -248,6 +249,9 @@ class TrainingLoop:
             if averages := averages_of(state):
                 state["average"] = averages  # the optimizer's own tensors, under their names: no byte more
         self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)
+        if self._settings_due:  # not before: a start that fails first changes nothing for the next
+            self._folder.keep_settings(self._session.config)
+            self._settings_due = False
 
     @property
     def _is_best(self) -> bool:
@@ -273,10 +277,10 @@ class TrainingLoop:
                 f"{self._folder.last} is of step {state['step']} on rank {self._communicator.rank} and of step {first} "
                 "on rank 0: their hosts see different files; wait for the file server, then start again with --resume"
             )
-        if self._session.config.extend:
-            settings, now = state["settings"], self._session.total_steps
-            if (before := self._session.steps_of(settings["steps"], settings["epochs"])) > now:
-                raise RunError(f"--extend makes a run longer, not shorter: it has {before} steps, asked are {now}")
+        settings, config, now = state["settings"], self._session.config, self._session.total_steps
+        before = self._session.steps_of(settings["steps"], settings["epochs"])
+        if (settings["steps"], settings["epochs"]) != (config.steps, config.epochs) and before > now:
+            raise RunError(f"--extend makes a run longer, not shorter: it has {before} steps, asked are {now}")
         self._session.engine.load_state_dict(state)
         _set_random_state(state["random"], self._session.placement.device)
         for name in PROGRESS:

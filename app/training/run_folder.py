@@ -91,7 +91,8 @@ class RunFolder:
         return self.path / ("fault.txt" if attempt == 1 else f"fault-{attempt}.txt")
 
     def open(self, config: RunConfig, *, again: bool = False) -> None:
-        """Make the folder for a new run, or check that it can be resumed with ``config``.
+        """Make the folder for a new run, or check that it can be resumed with ``config``. Of an earlier start without a
+        checkpoint, a split by other settings is removed.
 
         Args:
             again: this is a further attempt of the start that opened it; what that wrote stays.
@@ -103,14 +104,19 @@ class RunFolder:
         for name in () if again else ("fault*.txt", "fault*.deaths"):  # of starts before this one
             for path in self.path.glob(name):
                 path.unlink()
-        asked = flat(config)
         if self.last.exists():
             if not config.resume:
                 raise ValueError(f"{self.path} already holds a run: continue it with --resume, or name another --out")
-            self._check_settings(asked)
-            if again:
-                return
+            self._check_settings(flat(config))
+            return
+        earlier, split = self.settings(again=True), flat(config.split) | {"seed": config.seed}
+        if any(earlier.get(name, value) != value for name, value in split.items()):
+            self.splits.unlink(missing_ok=True)
         self._write_settings(flat(config))
+
+    def keep_settings(self, config: RunConfig) -> None:
+        """Write the settings of a resumed start, which has come to a checkpoint; those to repeat the run."""
+        self._write_settings(flat(dataclasses.replace(config, resume=False, extend=False)))
 
     def attempts(self) -> Attempts:
         """Return the record of earlier attempts; an empty one of a new folder.

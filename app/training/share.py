@@ -22,7 +22,8 @@ from parallel.comm.objects import broadcast_object
 ROOMS = ("app.", "pipelines.", "parallel.")
 """Packages whose classes may be sent."""
 OTHERS = {
-    *(("pathlib", "PosixPath"), ("numpy", "dtype"), ("numpy", "ndarray")),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),  # the second: Python 3.13
+    *(("numpy", "dtype"), ("numpy", "ndarray")),
     *(("numpy._core.numeric", "_frombuffer"), ("numpy._core.multiarray", "scalar")),
     ("numpy._core.multiarray", "_reconstruct"),
 }

@@ -22,7 +22,13 @@ def last(tmp_path):
     return tmp_path / "checkpoints" / "last.pt"
 
 
-def test_round_trip_and_second_name(last):
+@pytest.mark.parametrize("refusal", [None, errno.EPERM, errno.EMLINK])
+def test_round_trip_and_second_name(refusal, last, monkeypatch):
+    def link(*_):
+        raise OSError(refusal, "no hard links here")
+
+    if refusal:
+        monkeypatch.setattr(os, "link", link)
     best = last.with_name("best.pt")
     save_checkpoint(last, {"step": 3, "w": torch.arange(4)})
     keep_as(last, best)

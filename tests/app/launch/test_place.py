@@ -9,7 +9,16 @@ import torch
 from app.launch import host
 from app.launch import place as module
 from app.launch.host import cgroup_limits, cpu_model, memory_bytes, memory_kills, usable_cores
-from app.launch.place import autocast_of, choose_device, device_of, host_share, place, rank_cores
+from app.launch.place import (
+    RankPlacement,
+    agree_on_precision,
+    autocast_of,
+    choose_device,
+    device_of,
+    host_share,
+    place,
+    rank_cores,
+)
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from parallel.comm import torch_comm
@@ -52,6 +61,21 @@ def test_ranks_on_the_cpu_have_the_cores_that_others_leave(ranks, cpu_ranks, cor
         be_rank(monkeypatch, local_rank, ranks, cores)
         found.append(rank_cores(cpu_ranks))
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "cpu_ranks", "expected"), [(16, 0, [4, 4, 4, 4]), (4, 0, [4, 4, 4, 4]), (4, 1, [2, 2, 2, 4])]
+)
+def test_ranks_that_srun_binds_have_cores_of_their_own(own, cpu_ranks, expected, monkeypatch):
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "16")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(own))
+    found = []
+    for local_rank in range(4):
+        be_rank(monkeypatch, local_rank, 4, own)
+        found.append(rank_cores(cpu_ranks))
+    assert found == expected
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # ranks of torchrun share what one task is bound to
+    assert rank_cores() == own // 4
 
 
 @pytest.mark.parametrize(
@@ -200,6 +224,18 @@ def test_tf32_is_on_with_tf32_alone(asked, capability, decided, gpus, monkeypatc
     assert found.precision == decided
     assert autocast_of(found.precision) == (torch.bfloat16 if decided == "bf16" else None)
     assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == (decided == "tf32")
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "decided"),
+    [("auto", ("bf16", "fp32"), "fp32"), ("auto", ("bf16", "bf16"), "bf16"), ("bf16", ("bf16", "bf16"), "bf16")],
+)
+def test_ranks_on_unlike_gpus_compute_alike(asked, own, decided):
+    def agreed(communicator, _):
+        placement = RankPlacement(communicator, torch.device("cpu"), own[communicator.rank])
+        return agree_on_precision(placement, asked).precision
+
+    assert run_on_threads(2, agreed) == [decided] * 2
 
 
 @pytest.mark.parametrize(("device", "named"), [("cpu", "a CPU"), ("cuda", "Tesla V100")])

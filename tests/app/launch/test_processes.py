@@ -83,10 +83,11 @@ def test_signal_saves_and_ends_well(classify_slides, tmp_path):
     assert checkpoint_of(out)["step"] == summary["steps"]
 
 
-def test_ranks_stop_and_save_when_their_launcher_is_killed(classify_slides, tmp_path):
+@pytest.mark.parametrize("strategy", [TWO, ("--max-restarts", "1", "--parallel", "single")], ids=["two", "one"])
+def test_ranks_stop_and_save_when_their_launcher_is_killed(strategy, classify_slides, tmp_path):
     out, temporary = tmp_path / "run", tmp_path / "tmp"
     temporary.mkdir()
-    arguments = ("--slides", classify_slides, *ENDLESS, *TWO, "--validation", "0", "--out", out)
+    arguments = ("--slides", classify_slides, *ENDLESS, *strategy, "--validation", "0", "--out", out)
     launcher = begin_train(*arguments, TMPDIR=str(temporary))
     started = psutil.Process(launcher.pid).children(recursive=True)
     assert len(started) >= 2

@@ -41,6 +41,14 @@ def test_launchers_are_recognised(launcher, monkeypatch):
     assert StrategySettings(ranks=1).world == 4
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_one_process_of_mpi_starts_ranks_itself(launcher, monkeypatch):
+    for name in LAUNCHERS[launcher]:
+        monkeypatch.setenv(name, "1" if any(word in name for word in ("SIZE", "NRANKS", "TASKS")) else "0")
+    assert (find_launch() is None) == (launcher != "torchrun")
+    assert StrategySettings(ranks=4).world == (1 if launcher == "torchrun" else 4)
+
+
 def test_a_slurm_batch_script_is_no_launcher(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")

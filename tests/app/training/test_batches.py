@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import io
 import os
+import pathlib
 import pickle
 import re
 import sys
@@ -252,3 +253,9 @@ def test_what_the_first_rank_finds_is_everybody_s_and_only_classes_of_the_projec
     for value in (os.system, eval, np.save):
         with pytest.raises(pickle.UnpicklingError, match="not among"):
             share_module._Unpickler(io.BytesIO(pickle.dumps(value))).load()
+
+
+def test_a_path_of_python_3_13_is_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)  # the module that its pickles name
+    sent = b"cpathlib._local\nPosixPath\n(Vslides\ntR."
+    assert share_module._Unpickler(io.BytesIO(sent)).load() == Path("slides")

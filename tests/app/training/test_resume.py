@@ -79,11 +79,14 @@ def test_a_run_that_ran_out_of_memory_goes_on_in_boxes(whole, command, train, tm
     with monkeypatch.context() as patch:
         patch.setattr(TrainingLoop, "_step", out_of_memory)
         failed = train(*command, "--checkpoint-every", "1", "--out", run, code=1)
+        train(*command, "--microbatches", "1", "--resume", "--out", run, code=1)
     assert "all of these but --tile may be added to --resume" in failed.stderr
     assert summary_of(run)["status"] == "failed"
+    assert RunFolder(run).settings()["microbatches"] == 2, "no checkpoint has 1"
     train(*command, "--stream", "128", "--resume", "--out", run)
     summary = summary_of(run)
     assert (summary["status"], summary["strategy"], summary["stream_px"]) == ("completed", "single", 128)
+    assert RunFolder(run).settings()["stream"] == "128"
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
@@ -101,6 +104,11 @@ def test_a_validation_that_a_signal_came_before_is_made_up_for(stopped, classify
 def test_a_run_is_not_shortened_in_another_unit(run, command, train):
     told = train(*command[:-2], "--epochs", "0.05", "--extend", "--resume", "--out", run, code=1).stderr
     assert "--extend makes a run longer, not shorter: it has 4 steps, asked are 3" in told
+    train(*command, "--resume", "--out", shutil.copytree(run, run.with_name("as begun")))
+    config = RunFolder(run).config
+    config.write_text(config.read_text().replace("\nsteps: 4\n", "\nsteps: 3\n"))
+    shorter = (*command[:-1], "3", "--resume", "--out", run)
+    assert "longer, not shorter: it has 4 steps, asked are 3" in train(*shorter, code=1).stderr
 
 
 def test_outputs_that_are_not_finite_end_a_run_before_it_is_saved(classify_slides, train, tmp_path, monkeypatch):

@@ -74,8 +74,11 @@ def test_a_run_is_not_overwritten_and_resumed_with_the_same_settings_alone(run):
     ids=lambda changes: "-".join(changes),
 )
 def test_where_and_how_a_run_computes_may_change(changes, run):
-    run.open(with_values(RESUMED, changes))
-    assert run.settings().items() >= changes.items()
+    resumed, before = with_values(RESUMED, changes), run.config.read_bytes()
+    run.open(resumed)
+    assert run.config.read_bytes() == before
+    run.keep_settings(resumed)  # as its first checkpoint is written
+    assert run.settings().items() >= (changes | {"resume": False}).items()
 
 
 @pytest.mark.parametrize(
@@ -99,12 +102,33 @@ def test_a_run_gets_longer_only_with_extend(tmp_path):
     folder.open(replace(RESUMED, steps=10))
     with pytest.raises(ValueError, match=r"ends after 10 steps, asked is 20 steps.*--extend"):
         folder.open(replace(RESUMED, steps=20))
-    folder.open(replace(RESUMED, steps=20, extend=True))
+    longer = replace(RESUMED, steps=20, extend=True)
+    folder.open(longer)
+    folder.keep_settings(longer)
     folder.open(replace(RESUMED, steps=20))  # the length of the run from now on
     with pytest.raises(ValueError, match="longer, not shorter"):
         folder.open(replace(RESUMED, steps=10, extend=True))
     folder.open(replace(RESUMED, epochs=3.0, extend=True))
     assert any("--resume" in fault for fault in replace(CONFIG, extend=True).validate())
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        *(({name: 1}, True) for name in ("lr", "steps", "batch")),
+        *(({name: 1}, False) for name in ("test", "validation", "seed", "folds", "fold", "split_by", "splits")),
+        ({"patient_pattern": "^(.)"}, False),
+    ],
+    ids=str,
+)
+def test_a_run_without_a_checkpoint_is_split_anew_if_another_split_is_asked_for(changes, kept, tmp_path):
+    """A start that came to no checkpoint once decided, in silence, who is trained on in the next."""
+    folder = RunFolder(tmp_path)
+    folder.splits.touch()
+    folder.open(CONFIG)
+    assert folder.splits.exists(), "app.bench puts it there, and no settings"
+    folder.open(with_values(CONFIG, changes))
+    assert folder.splits.exists() == kept
 
 
 def test_a_start_forgets_the_faults_of_those_before(run):
