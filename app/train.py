@@ -274,12 +274,16 @@ def _train_guarded(
     return 0
 
 
-def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
-    """Open the run folder and make its dataset and plan, with progress."""
+def _prepare(config: RunConfig, folder: RunFolder, before: int, placement: RankPlacement | None = None) -> Dataset:
+    """Open the run folder and make its dataset and plan, with progress; of ranks that have agreed on a precision, the
+    plan is for that."""
     folder.open(config, again=before > 0)
     folder.log_to_file()
     with contextlib.closing(IndexProgress(say)) as progress:
         dataset = prepare(config, folder, progress)
+    if placement is not None:
+        strategy = dataclasses.replace(config.strategy, precision=placement.precision)
+        config = dataclasses.replace(config, strategy=strategy)
     _plan(config, folder, dataset)
     return dataset
 
@@ -296,7 +300,7 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
             if planned is config:
                 raise
             raise RunError(f"{fault}; {in_boxes(dataset.tiles.largest)}") from fault
-        if not config.resume:  # it keeps those of the run
+        if not config.resume:  # a resumed run keeps its number
             folder.keep_microbatches(decided(config.strategy, folder.path, "cpu", plan_text(folder.path)).m)
     elif dataset.tiles.sides is not None:
         check_largest(config, dataset.tiles.largest, *learned)
@@ -316,7 +320,7 @@ def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlacement
             # gone after the first attempt: a restart looks whether slides have changed
             dataset = take(folder.path / PREPARED) or prepare(config, folder, lambda line: None)
         else:
-            dataset = _prepare(config, folder, before)
+            dataset = _prepare(config, folder, before, placement)
         folder.write_json("env.json", describe_environment())  # by a rank: torch knows the GPUs, and is loaded
         assert agents is not None
         ranks = (*(folder.attempts().ranks if before else ()), placement.communicator.world)

@@ -278,7 +278,7 @@ def _stage(
     ranks = holders.of_stage[number]
     make_dense((*cut.parameters(), *cut.buffers()))
     if not strategy.policy.parameters:
-        buffers_to(cut.root, compute.device)  # those with several names once, which ``to`` moves name by name
+        buffers_to(cut.root, compute.device)  # first: ``to`` would make a copy for each name of a buffer
         cut.to(compute.device)
     for holding, own in ((ranks, False), (holders.peers, True)):
         broadcast_tensors(holding, cut.held((*cut.named_parameters(), *cut.named_buffers()), own=own), 0)

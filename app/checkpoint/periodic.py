@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,6 +87,7 @@ class CheckpointManager:
     Args:
         engine: whose updates wait until they are copied.
         step: steps done when the run starts.
+        on_disk: called when one has been written.
     """
 
     def __init__(
@@ -96,8 +98,9 @@ class CheckpointManager:
         engine: TrainingEngine,
         device: torch.device,
         step: int,
+        on_disk: Callable[[], None] = lambda: None,
     ) -> None:
-        self._settings, self._engine, self._last_step = settings, engine, step
+        self._settings, self._engine, self._last_step, self._on_disk = settings, engine, step, on_disk
         self._last, self._best = last, best
         self._interval = CheckpointInterval(settings.checkpoint_overhead)
         self._between_s = 0.0
@@ -152,6 +155,7 @@ class CheckpointManager:
         self._between_s = time.monotonic() - begun_s
         if not begun:
             self._interval.add_checkpoint(self._between_s, 0.0, 0.0)
+            self._on_disk()
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is on the disk.
@@ -167,6 +171,7 @@ class CheckpointManager:
                 "overlapped steps included, checkpoints cost %.3f s each"
             )
             log.info(text, self._last_step, self._between_s, *written, self._interval.cost_s)
+            self._on_disk()
 
     @property
     def busy(self) -> bool:

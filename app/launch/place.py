@@ -102,6 +102,7 @@ def threads_set() -> int | None:
 def node_cores() -> int:
     """Return the cores that the ranks of this machine share: those of this process. Where srun has bound each task to
     cores of its own, those of all tasks."""
+    # On a node of 16 cores, 4 tasks of 4 cores each are bound; 4 of 16 share them.
     launch, own = find_launch(), len(os.sched_getaffinity(0))
     ranks = launch.local_world if launch else 1
     are_tasks = find_launcher().agent is None  # ranks of torchrun and of --ranks are of one task

@@ -53,7 +53,8 @@ def plan_run(
     """
     problem = _problem(config, classes, segments)
     kept = _read(plan_text(folder)) if config.resume else None
-    if kept is not None and kept.problem == problem and _is_as_asked(kept.row.strategy, config.strategy):
+    # A plan from before something was asked is of the same problem otherwise.
+    if kept is not None and {**problem, **kept.problem} == problem and _is_as_asked(kept.row.strategy, config.strategy):
         return
     try:
         plan = _choose(config, classes, segments, problem)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from app.launch.host import cpu_model, memory_bytes
+from app.launch.host import cpu_model, memory_bytes, usable_cores
 from app.launch.place import Precision, autocast_of, decide_precision, device_kind, node_cores, threads_set
 from app.settings.cli import RunError
 from parallel.cost.calibrated import CostModel
@@ -112,7 +112,8 @@ def this_machine(
     else:
         cores = node_cores()
         threads = min(cores, threads_set() or max(1, cores // per_node))
-        lanes, together = cores / threads, min(per_node, cores // threads)
+        # Measured are as many ranks at once as this process has cores for; of a task that srun has bound, not all.
+        lanes, together = cores / threads, min(per_node, max(1, usable_cores() // threads))
         free = available
         name = f"{cpu_model()}, {cores} cores"
     used = precision_here(precision, device)
@@ -137,7 +138,7 @@ def this_machine(
         if where.type == "cuda":
             cluster = _linked_gpus(cluster)
         elif per_node > 1:
-            cluster = _linked(cluster, _links(min(per_node, MEASURED_RANKS * cores), threads))
+            cluster = _linked(cluster, _links(min(per_node, MEASURED_RANKS * usable_cores()), threads))
     except RuntimeError as fault:
         raise RunError(f"{fault}; {advice}") from fault
 

@@ -106,7 +106,8 @@ class PredictionFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """Return ``row``, ``state``, ``canvas`` and ``opening`` of all slides that are done, by slide."""
-        return [_read_record(path) for path in sorted((self.path / "slides").rglob("*.json"))]
+        found = sorted((self.path / "slides").rglob("*.json"))
+        return [_read_record(path) for path in found if path.exists()]  # another rank may ``forget`` a slide
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all slides that are done, by slide."""

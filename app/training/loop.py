@@ -13,7 +13,6 @@ import logging
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from app.checkpoint.file import keep_as, not_resumable, resume_state
@@ -72,11 +71,12 @@ class TrainingLoop:
             replaced=self.outcome.replaced,
             judged_from=min(JUDGED_FROM, session.epoch_length),
         )
-        paths, step = (folder.last, folder.best), self.outcome.step
-        self._checkpoints = CheckpointManager(session.config.checkpoint, *paths, session.engine, device, step)
+        how, paths, step = session.config.checkpoint, (folder.last, folder.best), self.outcome.step
+        # Of a resumed start, once it has come to a checkpoint: one that fails before changes nothing for the next.
+        keep = functools.cache(lambda: folder.keep_settings(session.config) if session.config.resume else None)
+        self._checkpoints = CheckpointManager(how, *paths, session.engine, device, step, keep)
         self._train = steps_of(session)
         self._checkpoint_asked = False
-        self._settings_due = self._is_first and session.config.resume
         self._last_batch: Batch | None = None
         experiment = session.config.mlflow if self._is_first else ""
         self.mlflow = MlflowLog(folder.path, experiment, flat(session.config)) if experiment else None
@@ -150,17 +150,17 @@ class TrainingLoop:
             with self.memory.watching(held):
                 result = self._train(microbatches, step, rate)
         except NonFiniteLoss as fault:
-            raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
+            raise RunError(self._name_tiles(step, fault)) from fault
         session.watchdog.rest()
         return result
 
-    def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
+    def _name_tiles(self, step: int, fault: NonFiniteLoss) -> str:
         """Return the error of a loss that is not finite, with the tiles of its microbatches on any rank."""
         session, table = self._session, self._session.dataset.tiles
-        samples = np.array([first_sample + k for i in fault.microbatches for k in session.ranges[i]], np.int64)
+        numbers = [k for i in fault.microbatches for k in session.ranges[i]]
         tiles = [
             f"{table.slide_id(row)} at level-0 ({table.l0_x[row]}, {table.l0_y[row]})"
-            for row in session.train_rows[session.stream.source.rows_of(samples)].tolist()
+            for row in session.rows_of_step(step)[numbers].tolist()
         ]
         state = "The updates of this step's microbatches were made" if fault.updated else "Nothing was updated"
         return (
@@ -249,9 +249,6 @@ class TrainingLoop:
             if averages := averages_of(state):
                 state["average"] = averages  # the optimizer's own tensors, under their names: no byte more
         self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)
-        if self._settings_due:  # not before: a start that fails first changes nothing for the next
-            self._folder.keep_settings(self._session.config)
-            self._settings_due = False
 
     @property
     def _is_best(self) -> bool:

@@ -112,10 +112,10 @@ class RunFolder:
         earlier, split = self.settings(again=True), flat(config.split) | {"seed": config.seed}
         if any(earlier.get(name, value) != value for name, value in split.items()):
             self.splits.unlink(missing_ok=True)
-        self._write_settings(flat(config))
+        self.keep_settings(config)
 
     def keep_settings(self, config: RunConfig) -> None:
-        """Write the settings of a resumed start, which has come to a checkpoint; those to repeat the run."""
+        """Write the settings that repeat the run; of a resumed start, once it has come to a checkpoint."""
         self._write_settings(flat(dataclasses.replace(config, resume=False, extend=False)))
 
     def attempts(self) -> Attempts:

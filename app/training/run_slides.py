@@ -145,11 +145,11 @@ def _asked_split(
     config: RunConfig, known: Splits, given: dict[str, str], slides: set[str], progress: Callable[[str], None]
 ) -> dict[str, str]:
     asked, patients, labels = config.split, known.patient, known.label or None
+    gives_fraction = asked.validation not in (0, type(asked).validation)  # 0: of app.bench, which scores nothing
     of_another = {
         "--splits, --folds or --split-by": asked.is_asked,
         f"--test {asked.test:g}": asked.test,
-        f"--validation {asked.validation:g}": "val" in given.values()
-        and asked.validation not in (0, type(asked).validation),  # 0: of app.bench, which scores nothing
+        f"--validation {asked.validation:g}": gives_fraction and "val" in given.values(),
     }
     if given and (flags := broken(of_another)):
         raise ValueError(

@@ -249,6 +249,11 @@ class Session:
         epochs = EPOCHS if epochs is None else epochs
         return max(1, math.ceil(epochs * self.epoch_length / self.config.strategy.batch))
 
+    def rows_of_step(self, step: int) -> NDArray[np.int64]:
+        """Return the rows of the dataset's tiles that are drawn for step number ``step``, from 0."""
+        batch = self.config.strategy.batch
+        return self.train_rows[self.stream.source.rows_of(np.arange(step * batch, (step + 1) * batch))]
+
     def epoch_of(self, step: int) -> int:
         """Passes over the training tiles begun before ``step`` steps were done, from 0."""
         return step * self.config.strategy.batch // self.epoch_length

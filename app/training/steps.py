@@ -126,6 +126,7 @@ def steps_of(session: Session) -> Step:
         size=session.config.stream.bag,
         classes=len(dataset.classes),
         labels=labels,
+        drawn=lambda step: torch.from_numpy(dataset.tiles.slide[session.rows_of_step(step)]),
         ranges=session.ranges,
     )
     return bags.step
@@ -134,13 +135,14 @@ def steps_of(session: Session) -> Step:
 class BagSteps:
     """Steps of ``engine``, whose model gives logits and an attention score for each tile.
 
-    If a slide becomes unreadable within its bag, tiles of another slide replace the rest. A step leaves such a bag out;
-    without any other its loss is 0, and so are the gradients.
+    Of a slide that cannot be read, tiles of another take the place. A step leaves a bag with such tiles out; without
+    any other its loss is 0, and so are the gradients.
 
     Args:
         engine: its loss is ``BagGradient``.
         size: tiles of a bag.
         labels: int64 (slides,), class of each slide; targets of microbatches are numbers of slides.
+        drawn: takes a step, returns the numbers of the slides that its tiles were drawn of, (batch,).
         ranges: tiles of the global batch in each microbatch, over all ranks.
     """
 
@@ -153,10 +155,11 @@ class BagSteps:
         size: int,
         classes: int,
         labels: Tensor,
+        drawn: Callable[[int], Tensor],
         ranges: Sequence[range],
     ) -> None:
         self._engine, self._loss, self._communicator = engine, copy.deepcopy(loss).cpu(), communicator
-        self._size, self._classes, self._labels, self._ranges = size, classes, labels, ranges
+        self._size, self._classes, self._labels, self._drawn, self._ranges = size, classes, labels, drawn, ranges
 
     def step(self, microbatches: Callable[[], Iterable[Microbatch]], step: int, learning_rate: float) -> StepResult:
         """Train on one global batch.
@@ -182,8 +185,9 @@ class BagSteps:
         self._communicator.all_reduce(table)  # each row was written by one rank
         bags = table.view(-1, self._size, self._classes + 2)
         outputs, slides = bags[..., :-1].requires_grad_(), bags[..., -1].long()
-        whole = (slides == slides[:, :1]).all(1)
-        losses = self._loss.of_items(bag_logits(outputs), self._labels[slides[:, 0]]) * whole
+        drawn = self._drawn(step).view(-1, self._size)
+        whole = (slides == drawn).all(1)
+        losses = self._loss.of_items(bag_logits(outputs), self._labels[drawn[:, 0]]) * whole
         loss = losses.sum() / whole.sum().clamp(min=1)
         value = float(loss.detach())
         if not math.isfinite(value):

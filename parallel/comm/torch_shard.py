@@ -74,8 +74,8 @@ def recompute_in_backward(module: nn.Module, recomputing: Callable[[nn.Module], 
     Call it before ``shard_module``: torch then gathers the parameters for the backward pass, which has both.
 
     Args:
-        recomputing: gives, at each first pass, the context of the second one, besides autocast and random numbers of
-            torch.
+        recomputing: called as the first pass begins, returns the context in which the second one runs; torch restores
+            autocast and its own random numbers.
     """
     forward = module.forward
     contexts = lambda: (contextlib.nullcontext(), recomputing(module))  # noqa: E731

@@ -161,6 +161,7 @@ class Evaluator:
         join = max if self.cluster.kind == "cuda" else sum
         passes_s = (sum(cost.forward_s for cost in costs.layers), sum(cost.backward_s for cost in costs.layers))
         least_s = sum(weights_of(candidate, self.task.batch)) * sum(join((s, moved_s)) for s in passes_s)
+        least_s /= max(self.cluster.speeds, default=1.0)
         return self.task.batch * candidate.depth > row.images_per_second * least_s
 
     def _best_cuts(self, candidate: Strategy) -> MemoryCheck | None:

@@ -64,7 +64,7 @@ def schedule_of(candidate: Strategy) -> tuple[Schedule, Mesh]:
 
 
 def largest_weights(candidate: Strategy, batch: int) -> tuple[float, ...]:
-    """Return the weights of as many microbatches as ``schedule_of`` has, the first of the batch: no group has larger
+    """Return the weights of the first microbatches of the batch, as many as ``schedule_of`` has: no group has larger
     ones."""
     return _weights(batch, candidate.m, tuple(range(_most_microbatches(candidate))))
 
@@ -203,7 +203,7 @@ def _adding(
     if candidate.stashes:  # nothing is added up, and every microbatch updates
         seconds = [_update_s(size, slots, cluster, candidate.ranks) for size in gradient_bytes]
         return [dataclasses.replace(cost, update_s=update_s) for cost, update_s in zip(costs, seconds, strict=True)]
-    share = len(candidate.share_of(0)) / (2 if candidate.paired else 1)
+    share = _most_microbatches(candidate) / (2 if candidate.paired else 1)
     adding = [max(0.0, 1 - 1 / share) * ADDING_PASSES * size / cluster.update_bandwidth for size in gradient_bytes]
     return [
         dataclasses.replace(cost, backward_s=cost.backward_s + s, backward_weight_s=cost.backward_weight_s + s)
@@ -280,7 +280,7 @@ def _rounds(candidate: Strategy, cluster: Cluster) -> float:
         return 1.0
     if candidate.zero == 1 or candidate.paired or cluster.kind != "cpu":
         return 0.5
-    return 0.5 * len(candidate.share_of(0))
+    return 0.5 * _most_microbatches(candidate)
 
 
 def _whole_exchange_s(

@@ -189,10 +189,13 @@ def transposed_convolution(layer: Layer) -> Operation:
     shape, operands, groups = layer.get("weight").shape, layer.operands("weight", "bias"), int(layer.get("groups", 1))
     usual = (("stride", 1), ("dilation", 1), ("padding", 0))
     numbers = [pair(shape[2:]), *(pair(layer.get(name, default)) for name, default in usual)]
-    least = (Transposed(*(each[0] for each in numbers)), Transposed(*(each[1] for each in numbers)))
     sizes = layer.reading.shape(layer.node)[2:]  # a call may ask for a size in place of the layer's output padding
-    rows, columns = (replace(least[k], output_padding=sizes[k] - least[k].out(layer.sides[k])) for k in (0, 1))
-    rules = rows, columns
+
+    def rule(k: int) -> Transposed:
+        least = Transposed(*(each[k] for each in numbers))
+        return replace(least, output_padding=sizes[k] - least.out(layer.sides[k]))
+
+    rules = rule(0), rule(1)
     stride = numbers[1][0] * numbers[1][1]
     return Operation(
         lambda given: convolve_transposed(given.patch, rules, *operands(given), groups),

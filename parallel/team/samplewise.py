@@ -152,7 +152,9 @@ def _shape(node: fx.Node) -> Any:
 
 def inferred_shape(node: fx.Node) -> Any:
     """Return the shape that a node gives its samples, if torch is to find the number in place of a -1; else ()."""
-    shape: Sequence[Any] = _shape(node) if getattr(node.target, "__name__", node.target) in ("view", "reshape") else ()
+    if getattr(node.target, "__name__", node.target) not in ("view", "reshape"):
+        return ()
+    shape = _shape(node)
     return shape if -1 in shape and _is_count(shape[0]) else ()
 
 

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of, tensors_of
+from parallel.trace.python_random import preserve_python_state
 from parallel.trace.tracer import scope_of
 from parallel.trace.without_data import Trial, swapped, trials
 
@@ -33,7 +34,7 @@ def layer_graph(
         ValueError: the model cannot run on ``shape``.
     """
     precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), precision:
+    with torch.random.fork_rng(devices=[]), preserve_python_state(), torch.enable_grad(), precision:
         attempts = trials(traced.training, shape, dtype, device=device, sides=())
         try:
             run = _run(traced.training, next(attempts))

@@ -17,10 +17,20 @@ STATE_BYTES = _STATE.size
 
 
 def python_state() -> bytes:
-    """Return the states of both generators, always in as many bytes."""
+    """Return the states of both generators, always in as many bytes.
+
+    Raises:
+        ValueError: NumPy's was exchanged for one of another kind.
+    """
     _, words, spare = random.getstate()
-    drawn: Any = np.random.get_state(legacy=True)  # noqa: NPY002
-    return _STATE.pack(*words, math.nan if spare is None else spare, *drawn[1].tolist(), *drawn[2:])
+    drawn: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    if drawn["bit_generator"] != "MT19937":
+        raise ValueError(
+            f"numpy.random draws from {drawn['bit_generator']}, whose state cannot be kept: leave out "
+            "numpy.random.set_bit_generator, and use a Generator of your own"
+        )
+    kept = drawn["state"]["key"].tolist(), drawn["state"]["pos"], drawn["has_gauss"], drawn["gauss"]
+    return _STATE.pack(*words, math.nan if spare is None else spare, *kept[0], *kept[1:])
 
 
 def set_python_state(state: bytes) -> None:

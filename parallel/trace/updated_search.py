@@ -28,6 +28,7 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.mesh import Mesh
 from parallel.trace.op_recorder import OpRecorder, storage_of, tensors_of, written_by
+from parallel.trace.python_random import preserve_python_state
 from parallel.trace.without_data import exclusively, preserve_module_state, state_of, swapped, trials
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _run(
 ) -> None:
     """Call ``run`` on tiles that ``module`` can be run on; not where it takes no such tiles, as training will say."""
     meta = any(tensor.is_meta for tensor in state_of(module).values())
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), preserve_python_state(), torch.enable_grad():
         for trial in trials(module, shape, dtype, device=torch.device("cpu")):
             if meta and trial.fake is None:
                 return

@@ -219,8 +219,7 @@ def digest(path: Path) -> str:
     hasher = hashlib.blake2b(digest_size=16)
     files = list(islice(_files(path), MOST_FILES))
     for file in files:
-        name = os.path.relpath(file, path if file == path else _folder(path))
-        hasher.update(f"{name}:{file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
+        hasher.update(f"{os.path.relpath(file, path)}:{file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
     read = files if len(files) <= FILES_READ else [files[i * len(files) // FILES_READ] for i in range(FILES_READ)]
     for file in read:
         for block in _blocks(file):
@@ -249,15 +248,11 @@ def _files(path: Path) -> Iterator[Path]:
     """The files of a slide, in a fixed order."""
     if not path.is_dir():
         yield path
+    folder = path if path.is_dir() else path.with_suffix("")
     if path.is_dir() or path.suffix.lower() == ".mrxs":
-        for name, folders, names in os.walk(_folder(path)):
+        for name, folders, names in os.walk(folder):
             folders.sort()
             yield from (Path(name, file) for file in sorted(names))
-
-
-def _folder(path: Path) -> Path:
-    """The slide, where it is a folder, or the folder with the data of an MRXS slide, which has the slide's name."""
-    return path if path.is_dir() else path.with_suffix("")
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

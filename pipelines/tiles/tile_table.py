@@ -330,7 +330,7 @@ def take_over(
     Args:
         wanted: slides as in ``TileTable.tried``; one that was another then is left out.
         own: the file that ``table`` belongs to.
-        faults: take over slides that failed, too, but tiles go before the fault of another try.
+        faults: take over slides that failed, too, unless some file has their tiles.
 
     Raises:
         ValueError: a file next to ``own`` was made with other settings, or is no tile index.

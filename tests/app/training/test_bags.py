@@ -49,11 +49,15 @@ def model(dropout=0.0):
     return net.double()
 
 
+def drawn(step):
+    return torch.tensor([1, 2]).repeat_interleave(BAG)
+
+
 @functools.cache
 def tiles(step):
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(TILES, 3, PX, PX, generator=generator, dtype=torch.float64)
-    return images, torch.tensor([1, 2]).repeat_interleave(BAG)
+    return images, drawn(step)
 
 
 def outputs_of(net, step):
@@ -89,7 +93,7 @@ def engine_of(strategy, communicator, net, batch=TILES):
 def rank(communicator, case):
     strategy, dropout = case
     engine = engine_of(strategy, communicator, copy.deepcopy(model(dropout)))
-    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, labels=LABELS, ranges=RANGES)
+    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, labels=LABELS, drawn=drawn, ranges=RANGES)
 
     def microbatches(step):
         for i in engine.share:
@@ -138,13 +142,13 @@ def test_gradients_are_those_of_the_loss_of_all_tiles_at_once(strategy, dropout)
     assert error(state, ranks[0]["state"]["model"]) <= 1e-10
 
 
-SECOND_BAG, NO_BAG = (1, 1, 0, 2, 2, 2), (1, 1, 0, 2, 2, 0)
-"""Slides of tiles, where that of the first bag, or those of both, failed before its last tile."""
+SECOND_BAG, NO_BAG = [(1, 1, 0, 2, 2, 2), (0, 0, 0, 2, 2, 2)], (1, 1, 0, 0, 0, 0)
+"""Slides of tiles, where that of the first bag failed before its last tile, or at once; and those of both."""
 
 
 def torn(communicator, slides):
     engine = engine_of(Strategy("ddp", 3, 1, M), communicator, copy.deepcopy(model()))
-    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, labels=LABELS, ranges=RANGES)
+    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, labels=LABELS, drawn=drawn, ranges=RANGES)
     images, parts = tiles(0)[0], [RANGES[i] for i in engine.share]
     microbatches = [
         Microbatch(images[part.start : part.stop], torch.tensor(slides[part.start : part.stop]), (2, 3, PX, PX))
@@ -156,12 +160,13 @@ def torn(communicator, slides):
     return loss, gradients
 
 
-def test_a_bag_with_tiles_of_two_slides_is_left_out():
-    """A slide that failed within its bag was replaced by the next from there on, with the label of the first."""
+@pytest.mark.parametrize("slides", SECOND_BAG)
+def test_a_bag_with_tiles_of_another_slide_is_left_out(slides):
+    """A slide that failed was replaced by the next from there on, with the label of the first."""
     net = copy.deepcopy(model()).train()
     expected = LOSS(outputs_of(net, 0)[None, BAG:], torch.tensor([2]))
     expected.backward()
-    for loss, gradients in run_on_threads(3, torn, SECOND_BAG, timeout_s=60):
+    for loss, gradients in run_on_threads(3, torn, slides, timeout_s=60):
         assert loss == pytest.approx(float(expected.detach()), rel=1e-10)
         assert error({name: parameter.grad for name, parameter in net.named_parameters()}, gradients) <= 1e-10
     for loss, gradients in run_on_threads(3, torn, NO_BAG, timeout_s=60):
@@ -176,7 +181,8 @@ def test_memory_does_not_grow_with_the_bag():
         count = bag * bags
         ranges = tuple(range(i, i + 2) for i in range(0, count, 2))
         engine = engine_of(Strategy("single", 1, 1, len(ranges)), LocalCommunicator(), copy.deepcopy(model()), count)
-        steps = BagSteps(engine, LOSS, LocalCommunicator(), size=bag, classes=CLASSES, labels=LABELS, ranges=ranges)
+        given = {"size": bag, "classes": CLASSES, "labels": LABELS, "ranges": ranges}
+        steps = BagSteps(engine, LOSS, LocalCommunicator(), drawn={0: torch.ones(count).long()}.get, **given)
         microbatches = [Microbatch(images, labels, images.shape)] * len(ranges)
         with LiveBytes() as live:
             steps.step(microbatches.copy, 0, LR)
@@ -203,7 +209,7 @@ def test_a_loss_that_is_not_finite_updates_nothing():
     images, labels = tiles(0)
     images = images.clone()
     images[4] = torch.nan
-    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, labels=LABELS, ranges=RANGES)
+    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, labels=LABELS, drawn=drawn, ranges=RANGES)
 
     def microbatches():
         return (Microbatch(images[r.start : r.stop], labels[r.start : r.stop], (2, 3, PX, PX)) for r in RANGES)

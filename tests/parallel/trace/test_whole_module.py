@@ -145,7 +145,7 @@ def test_models_of_one_size_are_made_for_the_tiles(name: str) -> None:
         refuse_tile_size(default, name, (2, 3, side, side))
     if name == "torchvision:vit_b_32":  # commands give one message
         asked = VerifyCommand(StrategySettings(batch=2), model=name, tile=90)
-        for command in (lambda: verify(asked), Workload(name, 90, 3).trace):
+        for command in (lambda: verify(asked), lambda: Workload(name, 90, 3).in_float32):
             with pytest.raises(ValueError, match=f"{name} .*90 x 90 px.*made for 224 px: use --tile 224"):
                 command()
 
