@@ -182,7 +182,8 @@ def test_links_and_sums_of_this_machine_are_those_measured_on_it(capsys, monkeyp
 def test_ranks_are_calibrated_with_the_threads_that_they_compute_with(
     threads_set, ranks_of_threads, lanes, capsys, monkeypatch
 ):
-    monkeypatch.setattr("app.planning.machine.node_cores", lambda: 8)
+    for name in ("node_cores", "usable_cores"):
+        monkeypatch.setattr(f"app.planning.machine.{name}", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads_set:
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads_set))
