@@ -95,7 +95,7 @@ def take_cores(device: torch.device, cpu_ranks: int = 0) -> None:
 
 
 def threads_set() -> int | None:
-    """Return the threads that ranks compute with because the user set them; None: as many as a rank has cores."""
+    """Return the threads that ranks compute with because the user set them; None: one for each core of a rank."""
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
 
 

@@ -64,8 +64,8 @@ def schedule_of(candidate: Strategy) -> tuple[Schedule, Mesh]:
 
 
 def largest_weights(candidate: Strategy, batch: int) -> tuple[float, ...]:
-    """Return the weights of the first microbatches of the batch, as many as ``schedule_of`` has: no group has larger
-    ones."""
+    """Return the weights of the first microbatches of the batch, the number that ``schedule_of`` has: no group has
+    larger ones."""
     return _weights(batch, candidate.m, tuple(range(_most_microbatches(candidate))))
 
 

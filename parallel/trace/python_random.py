@@ -17,7 +17,7 @@ STATE_BYTES = _STATE.size
 
 
 def python_state() -> bytes:
-    """Return the states of both generators, always in as many bytes.
+    """Return the states of both generators, always in ``STATE_BYTES``.
 
     Raises:
         ValueError: NumPy's was exchanged for one of another kind.
