@@ -1,4 +1,4 @@
-"""Cost of keeping less: the step with offload, recomputation or both over the plain step, and the bytes it keeps.
+"""Cost of keeping less: the step with offload, recomputation or boxes over the plain step, and the bytes it keeps.
 
 Takes nothing; gives a row per model, tile and way. Steps take turns with plain ones, and the ratio is the median over
 the turns. Each copy is timed in a step of its own: next to the bandwidth of the link, that tells whether copies or
@@ -18,6 +18,8 @@ from parallel.memory.policy import ActivationPolicy
 CASES = (("resnet50", 1024), ("unet", 512), ("resnet50", 2048), ("unet", 1024), ("resnet50", 3072), ("unet", 1536))
 TINY = (("resnet18", 64), ("unet_w16", 64))
 AHEAD = (0, 256 * MIB, GIB, 4 * GIB)
+MOST = 1 << 62
+"""Bytes of maps between boxes that may stay on the GPU: all."""
 ASKED_RATIO, ASKED_SHARE = 1.10, 0.5
 HEADER = ("model", "px", "way", "plain step, s", "over plain", "kept, MiB", "of plain", "allocated at most, MiB")
 HEADER += ("moved out, GB", "out, GB/s", "back, GB/s", "asked")
@@ -28,10 +30,11 @@ def rows(setting: Setting) -> Iterator[Row]:
         yield from _case(part, model, px, thorough=setting.full and number < 2)
 
 
-def ways(kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, ActivationPolicy]:
+def ways(px: int, kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, ActivationPolicy]:
     """Return policies by name. Parts of the activations are moved by giving the host room for no more.
 
     Args:
+        px: side of a tile; boxes have half of it.
         kept_bytes: of the plain step.
         tiny: move small tensors too, as there are no others.
         thorough: try every window, too.
@@ -43,6 +46,8 @@ def ways(kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, ActivationPol
         "recompute block": ActivationPolicy(recompute="block"),
         "recompute block, offload": offloading(tiny, recompute="block"),
     }
+    for where, room in (("GPU", MOST), ("host", 0)):
+        policies[f"boxes, maps on the {where}"] = ActivationPolicy(stream=px // 2, map_bytes=room)
     windows = [ahead for ahead in AHEAD if thorough and ahead != USUAL]
     return policies | {f"offload, ahead {ahead // MIB} MiB": offloading(tiny, ahead=ahead) for ahead in windows}
 
@@ -56,7 +61,7 @@ def _case(setting: Setting, model: str, px: int, *, thorough: bool) -> Iterator[
         yield {**what, "way": "plain", "fault": fault_line(fault)}
         forget()
         return
-    for part, (way, policy) in setting.shared(list(ways(plain_bytes, not setting.full, thorough).items())):
+    for part, (way, policy) in setting.shared(list(ways(px, plain_bytes, not setting.full, thorough).items())):
         yield attempt({**what, "way": way}, functools.partial(_compared, part, problem, plain_bytes, policy))
 
 

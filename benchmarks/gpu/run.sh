@@ -9,13 +9,10 @@ python=${PYTHON:-python3}
 export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-declare -A module=([psutil]=psutil [pillow]=PIL [openslide_python]=openslide [openslide_bin]=openslide_bin
-  [simplejpeg]=simplejpeg [tifffile]=tifffile [imagecodecs]=imagecodecs [tyro]=tyro [docstring_parser]=docstring_parser
-  [typeguard]=typeguard [pyyaml]=yaml)
 shopt -s nullglob
 for wheel in benchmarks/gpu/wheels/*.whl; do
   name=$(basename "${wheel%%-*}")
-  "$python" -c "import ${module[${name,,}]}" 2>/dev/null ||
+  "$python" -c "from importlib.metadata import version; version('$name')" 2>/dev/null ||
     "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$site" "$wheel" ||
     echo "$wheel could not be installed: what needs it is not run"
 done

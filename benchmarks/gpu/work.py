@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from app.training.exactness import CroppedImages
 from benchmarks.gpu.setting import GIB, Row, Setting
 from models.registry import build_model
 from parallel.build import put_to_work
@@ -81,7 +82,7 @@ class Work:
         autocast: torch.dtype | None = None,
         meter: ActivationMeter | None = None,
     ) -> None:
-        self._problem, self._number = problem, 0
+        self._problem, self._number, self._in_boxes = problem, 0, policy.stream is not None
         program = put_to_work(
             problem.traced,
             F.cross_entropy,
@@ -100,7 +101,10 @@ class Work:
 
     def step(self) -> None:
         """Forward, backward and update."""
-        self._engine.step([self._problem.microbatch], self._number, RATE)
+        microbatch = self._problem.microbatch
+        if self._in_boxes:
+            microbatch = microbatch._replace(images=CroppedImages(microbatch.images))
+        self._engine.step([microbatch], self._number, RATE)
         self._number += 1
 
     def peak_bytes(self) -> int | None:

@@ -145,27 +145,35 @@ class Gradients:
     Attributes:
         maps: of maps.
         known: of values without rows.
-        parameters: whose gradients are summed in ``sums``.
+        sums: of parameters.
     """
 
     maps: Maps
     known: dict[str, Tensor]
-    parameters: list[Tensor]
-    sums: list[Tensor | None]
+    sums: dict[Tensor, Tensor]
 
-    def count(self, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Add ``gradients``: of ``leaves``, and then of the parameters."""
+    def count(
+        self, leaves: Mapping[str, Tensor], parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Add ``gradients``: of ``leaves``, and then of ``parameters``."""
         for name, gradient in zip(leaves, gradients, strict=False):
             if gradient is not None:
                 before = self.known.get(name)
                 if before is not None:
                     gradient = (before.float() if before.dtype in HALVES else before) + gradient
                 self.known[name] = gradient
-        for k, gradient in enumerate(gradients[len(leaves) :]):
-            if gradient is not None:
-                before = self.sums[k]
-                # A copy: autograd may give two parameters one tensor.
-                self.sums[k] = gradient.clone() if before is None else before.add_(gradient)
+        sums: list[Tensor] = []
+        addends: list[Tensor] = []
+        for parameter, gradient in zip(parameters, gradients[len(leaves) :], strict=True):
+            if gradient is None:
+                continue
+            if parameter in self.sums:
+                sums.append(self.sums[parameter])
+                addends.append(gradient)
+            else:
+                self.sums[parameter] = gradient.clone()  # autograd may give two parameters one tensor
+        if sums:
+            torch._foreach_add_(sums, addends)
 
     def narrow(self, leaves: Mapping[str, Tensor]) -> None:
         """Give the sums of ``leaves`` their types again, once all boxes are counted."""

@@ -1,13 +1,13 @@
-"""Mean and squared differences of a map, box by box, and the map normalised by them; with gradients of both.
+"""Mean and variance of a map, box by box, and the map normalised by them; with gradients of both.
 
-Boxes give (count, mean, M2), where M2 is the sum of squared differences from the box's own mean; they are merged in
-float64 by Chan, Golub and LeVeque (1983), so that nothing cancels and uneven boxes weigh by their px. Members of a team
-merge the moments of their parts in the order of members, the same bits everywhere.
+Boxes give (count, mean, variance), which are merged in float64 by Chan, Golub and LeVeque (1983), so that nothing
+cancels and uneven boxes weigh by their px. Members of a team merge the moments of their parts in the order of members,
+the same bits everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,37 +21,35 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def moments(x: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Return (3, ...) float64: count, mean and M2 over the dims ``over`` of a box, which stay as dims of 1."""
-    if over == (0, 2, 3) and x.device.type == "cpu" and x.shape[1] > 1 and x.is_contiguous(memory_format=CHANNELS_LAST):
-        return _of_channels(x.detach().permute(0, 2, 3, 1).reshape(-1, x.shape[1])).reshape(3, 1, -1, 1, 1)
-    variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
-    count = float(x.numel() // mean.numel())
-    mean, variance = mean.double(), variance.double()
-    return torch.stack([torch.full_like(mean, count), mean, variance * count])
+    """Return (3, ...) float64: count, mean and variance over the dims ``over`` of a box, which stay as dims of 1."""
+    if over == (0, 2, 3) and x.device.type == "cuda":
+        mean, variance = (each[None, :, None, None] for each in torch.batch_norm_update_stats(x, None, None, 0.0))
+    else:
+        x = x.float() if x.dtype in HALVES else x
+        if over == (0, 2, 3) and x.shape[1] > 1 and x.is_contiguous(memory_format=CHANNELS_LAST):
+            return _of_channels(x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])).reshape(3, 1, -1, 1, 1)
+        variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+    return torch.stack([torch.full_like(mean, float(x.numel() // mean.numel())), mean, variance]).double()
 
 
 def _of_channels(x: Tensor) -> Tensor:
     """Return (3, c) moments of the columns of ``x`` (px, c), by batch norm's own sums, which take a twentieth of the
     time of ``var_mean`` in this layout; in chunks, as they add up float32 numbers one by one."""
-    count = len(x)
-    parts = [
-        torch.batch_norm_update_stats(chunk.t()[None, :, :, None], None, None, 0.0)
-        for chunk in torch.split(x, CHUNK_PX)
-    ]
-    means, variances = (torch.stack(each).double() for each in zip(*parts, strict=True))
-    counts = torch.full((len(parts), 1), float(CHUNK_PX), dtype=torch.float64)
-    counts[-1] = count - CHUNK_PX * (len(parts) - 1)
-    mean = (means * counts).sum(0) / count
-    squares = ((variances + (means - mean).square()) * counts).sum(0)
-    return torch.stack([torch.full_like(mean, float(count)), mean, squares])
+    parts = []
+    for chunk in torch.split(x, CHUNK_PX):
+        mean, variance = torch.batch_norm_update_stats(chunk.t()[None, :, :, None], None, None, 0.0)
+        parts.append(torch.stack([torch.full_like(mean, float(len(chunk))), mean, variance]))
+    return merged(parts)
 
 
-def merged(before: Tensor, box: Tensor) -> Tensor:
-    """Return the moments of what two of them are of together."""
-    count = before[0] + box[0]
-    difference = box[1] - before[1]
-    mean = before[1] + difference * (box[0] / count)
-    return torch.stack([count, mean, before[2] + box[2] + difference.square() * (before[0] * box[0] / count)])
+def merged(parts: Sequence[Tensor]) -> Tensor:
+    """Return the moments of all that ``parts`` are of."""
+    if len(parts) == 1:
+        return parts[0].double()
+    counts, means, variances = torch.stack(tuple(parts), 1).double()
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count
+    return torch.stack([count, mean, (counts * (variances + (means - mean).square())).sum(0) / count])
 
 
 @torch.no_grad()
@@ -62,9 +60,9 @@ def update_running(of_all: Tensor, mean: Tensor, variance: Tensor, share: float,
         of_all: moments of all numbers, ``count`` of each channel.
         share: of the new statistics, batch norm's momentum.
     """
-    _, means, squares = of_all.flatten(1).to(mean.dtype)
+    _, means, variances = of_all.flatten(1).to(mean.dtype)
     mean.mul_(1 - share).add_(means, alpha=share)
-    variance.mul_(1 - share).add_(squares, alpha=share / (count - 1))
+    variance.mul_(1 - share).add_(variances, alpha=share * count / (count - 1))
 
 
 @torch.no_grad()
@@ -89,39 +87,51 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        x, (count, mean, _) = ctx.saved_tensors
-        return (x - mean.to(x.dtype)).mul_((2 * gradient[2]).to(x.dtype)).add_((gradient[1] / count).to(x.dtype)), None
+        x, of_all = ctx.saved_tensors
+        of_number = (gradients[0] / of_all[0]).to(accumulating(x.dtype))
+        difference = x - of_all[1].to(of_number.dtype)
+        return torch.addcmul(of_number[1], difference, of_number[2], value=2).to(x.dtype), None
 
 
-def normalised(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Return ``x`` (n, c, h, w) normalised by ``mean`` and ``variance`` (c,), scaled and shifted: batch norm, with
-    gradients of the statistics, too."""
-    y: Tensor = _Normalised.apply(x, mean, variance, weight, bias, epsilon)
-    return y
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which norms compute with numbers of a type."""
+    return torch.float32 if dtype in HALVES else dtype
 
 
-class _Normalised(torch.autograd.Function):
-    """torch's own batch norm by given statistics, whose backward pass takes them for constants."""
+def factors_of(of_all: Tensor, weight: Tensor | None, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """Return (5, c): mean, variance, and what gradients of shift, shift and scale, summed over px, are multiplied by to
+    give those of count, mean and variance."""
+    mean, variance = of_all.flatten(1)[1:]
+    deviation = (variance + epsilon).rsqrt()
+    scale = deviation if weight is None else deviation * weight
+    return torch.stack([mean, variance, torch.zeros_like(mean), -scale, -0.5 * scale * deviation]).to(dtype)
+
+
+class Normalised(torch.autograd.Function):
+    """Normalises x (n, c, h, w) by the moments ``of_all`` boxes, scales and shifts it; with gradients of the moments.
+
+    It is torch's own batch norm by given statistics, whose backward pass takes them for constants. ``factors_of`` gives
+    both these and what their gradients are made with.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+        ctx: Any, x: Tensor, of_all: Tensor, factors: Tensor, weight: Tensor, bias: Tensor, epsilon: float
     ) -> Tensor:
         y: Tensor
-        y, *saved = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, epsilon)
-        ctx.save_for_backward(x, mean, variance, weight, *saved)
-        ctx.epsilon = epsilon
+        y, *saved = torch.native_batch_norm(x, weight, bias, factors[0], factors[1], False, 0.0, epsilon)
+        ctx.save_for_backward(x, factors, weight, *saved)
+        ctx.epsilon, ctx.form = epsilon, of_all.shape
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, mean, variance, weight, *saved = ctx.saved_tensors
+        x, factors, weight, *saved = ctx.saved_tensors
         to_x, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
-            gradients[0], x, weight, mean, variance, *saved, False, ctx.epsilon, [True, True, True]
+            gradients[0], x, weight, factors[0], factors[1], *saved, False, ctx.epsilon, [True, True, True]
         )
-        scale = (variance + ctx.epsilon).rsqrt()
-        return to_x, -weight * scale * to_bias, -0.5 * weight * scale.square() * to_weight, to_weight, to_bias, None
+        to_moments = (torch.stack([to_bias, to_bias, to_weight]) * factors[2:]).double()
+        return to_x, to_moments.view(ctx.form), None, to_weight, to_bias, None
 
 
 def normalised_part(
@@ -151,8 +161,7 @@ class _NormalisedPart(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, of_all: Tensor, count: int, epsilon: float, sum_of_all: Any
     ) -> Tensor:
-        total, mean, squares = of_all.flatten(1)
-        mean, variance = mean.to(x.dtype), (squares / total).to(x.dtype)
+        _, mean, variance = of_all.flatten(1).to(x.dtype)
         y, *saved = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, epsilon)
         ctx.save_for_backward(x, weight, mean, variance, *saved)
         ctx.count, ctx.sum_of_all, ctx.epsilon = count, sum_of_all, epsilon

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -92,7 +92,7 @@ class Operation:
         rules: (rows, columns).
         dims: dims of rows and columns in its value.
         sums: its boxes add up to one value without rows.
-        merge: combines the sums of two boxes; None adds them.
+        merge: combines the sums of all boxes; None adds them.
         again: recomputes a box for its gradients alone, whose value is at hand or has no reader; None: ``compute``.
         of_sums: its value is made of the sums in ``first`` alone, and has no rows.
         shares: its value may lie in the memory of its map.
@@ -109,7 +109,7 @@ class Operation:
     rules: tuple[Rule, Rule] = (SAME, SAME)
     dims: tuple[int, int] = DIMS
     sums: bool = False
-    merge: Callable[[Tensor, Tensor], Tensor] | None = None
+    merge: Callable[[Sequence[Tensor]], Tensor] | None = None
     again: Compute | None = None
     of_sums: bool = False
     shares: bool = False
@@ -160,6 +160,17 @@ def attribute(model: nn.Module, node: fx.Node) -> Any:
     """The parameter, buffer or constant that a node names."""
     owner, _, name = str(node.target).rpartition(".")
     return getattr(model.get_submodule(owner), name)
+
+
+def parameters_of(model: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
+    """Return the parameters that ``nodes`` compute with and that are trained, each once."""
+    found: dict[nn.Parameter, None] = {}
+    for node in dict.fromkeys(nodes):
+        if node.op == "call_module":
+            found.update(dict.fromkeys(model.get_submodule(str(node.target)).parameters()))
+        read = (attribute(model, argument) for argument in node.all_input_nodes if argument.op == "get_attr")
+        found.update(dict.fromkeys(value for value in read if isinstance(value, nn.Parameter)))
+    return [parameter for parameter in found if parameter.requires_grad]
 
 
 def module_of(model: nn.Module, node: fx.Node) -> nn.Module | None:

@@ -15,16 +15,27 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.streaming.layer import Layer
-from parallel.streaming.moments import HALVES, merged, moments, next_share, normalised, share_of_moments, update_running
+from parallel.streaming.moments import (
+    Normalised,
+    accumulating,
+    factors_of,
+    merged,
+    moments,
+    next_share,
+    share_of_moments,
+    update_running,
+)
 from parallel.streaming.operation import DIMS, ChannelNorm, NotTileable, Operation, Prior
 
 ADVICE = (
     "its statistics are of the whole image, and it is of a kind that boxes do not know: use --norm frozen, which keeps "
     "running statistics as they are (start from --weights), or --norm layer"
 )
-MOMENTS, RUNNING = "~moments", "~running"
+MOMENTS, FACTORS, RUNNING = "~moments", "~factors", "~running"
 CHANNELS = (0, 2, 3)
 """Dims over which batch norm adds up."""
+FLOPS = 100.0
+"""Of each number that is normalised."""
 Then = Callable[[Tensor], Tensor]
 
 
@@ -47,19 +58,32 @@ def batch_norm(layer: Layer) -> Operation:
     if not training:
         return layer.as_called()
     count, momentum = layer.shape[0] * math.prod(layer.sides), layer.get("momentum", 0.1)
+    affine, running = layer.operands("weight", "bias"), layer.operands("running_mean", "running_var")
+    eps = layer.get("eps", 1e-5)
 
     def update(of_all: Tensor, mean: Tensor, variance: Tensor) -> None:
         """Update running statistics, as the layer does."""
         update_running(of_all, mean, variance, momentum if module is None else next_share(module), count)
 
-    affine, running = layer.operands("weight", "bias"), layer.operands("running_mean", "running_var")
-    return _normalisation(
-        layer,
-        count,
-        CHANNELS,
-        None,
-        ChannelNorm(affine, running, update if statistics else None, layer.get("eps", 1e-5), then, count),
-    )
+    def factors_once(given: Any) -> Tensor:
+        return factors_of(given.prior(MOMENTS), affine(given)[0], eps, accumulating(given.template.dtype))
+
+    def count_once(given: Any) -> Tensor:
+        update(given.prior(MOMENTS), *running(given))
+        return torch.empty(0)
+
+    def normalise(given: Any) -> Tensor:
+        factors, (weight, bias) = given.prior(FACTORS), affine(given)
+        weight = torch.ones_like(factors[0]) if weight is None else weight
+        bias = torch.zeros_like(factors[0]) if bias is None else bias
+        y: Tensor = Normalised.apply(given.patch.tensor, given.prior(MOMENTS), factors, weight, bias, eps)
+        return y if then is None else then(y)
+
+    first = [_moments_of(layer, count, CHANNELS), Prior(FACTORS, Operation(factors_once), once=True)]
+    if statistics:
+        first.append(Prior(RUNNING, Operation(count_once), once=True))
+    norm = ChannelNorm(affine, running, update if statistics else None, eps, then, count)
+    return Operation(normalise, first=tuple(first), flops_each=FLOPS, norm=norm)
 
 
 def _joined_with_activation(module: nn.Module) -> bool:
@@ -90,49 +114,32 @@ def _in_groups(layer: Layer, kind: type[nn.Module], groups: int) -> Operation:
     def grouped(x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], groups, each, *x.shape[2:])
 
-    return _normalisation(layer, math.prod(layer.sides) * each, (2, 3, 4), grouped)
-
-
-def _normalisation(
-    layer: Layer, count: int, over: tuple[int, ...], view: Then | None, norm: ChannelNorm | None = None
-) -> Operation:
-    """Return the two steps of a norm over dims ``over``, whose means are of ``count`` numbers."""
-    if layer.dims != DIMS or len(layer.shape) != 4 or count < 2:
-        raise NotTileable(ADVICE)
     affine, eps = layer.operands("weight", "bias"), layer.get("eps", 1e-5)
-    then = None if norm is None else norm.then
-
-    def wide(given: Any) -> Tensor:
-        x = given.patch.tensor
-        x = x.float() if x.dtype in HALVES else x
-        return x if view is None else view(x)
 
     def normalise(given: Any) -> Tensor:
-        x, (total, mean, squares) = wide(given), given.prior(MOMENTS)
-        mean, variance = mean.to(x.dtype), (squares / total).to(x.dtype)
+        x = grouped(given.patch.tensor)
+        _, mean, variance = given.prior(MOMENTS).to(accumulating(x.dtype))
         weight, bias = affine(given)
-        if norm is not None and weight is not None and bias is not None:
-            y = normalised(x, mean.flatten(), variance.flatten(), weight, bias, eps)
-        else:
-            y = ((x - mean) * (variance + eps).rsqrt()).reshape(given.patch.tensor.shape)
-            y = y if weight is None else y * weight[:, None, None]
-            y = y if bias is None else y + bias[:, None, None]
-        y = y.to(given.patch.tensor.dtype)
-        return y if then is None else then(y)
+        y = ((x - mean) * (variance + eps).rsqrt()).reshape(given.patch.tensor.shape)
+        y = y if weight is None else y * weight[:, None, None]
+        y = y if bias is None else y + bias[:, None, None]
+        narrow: Tensor = y.to(x.dtype)
+        return narrow
 
-    sums = Operation(
-        lambda given: moments(wide(given), over),
-        sums=True,
-        merge=merged,
-        again=lambda given: share_of_moments(wide(given), given.prior(MOMENTS)),
-    )
-    first = [Prior(MOMENTS, sums)]
-    if norm is not None and (update := norm.update):
-        running = norm.running
+    first = _moments_of(layer, math.prod(layer.sides) * each, (2, 3, 4), grouped)
+    return Operation(normalise, first=(first,), flops_each=FLOPS)
 
-        def count_once(given: Any) -> Tensor:
-            update(given.prior(MOMENTS), *running(given))
-            return torch.empty(0)
 
-        first.append(Prior(RUNNING, Operation(count_once), once=True))
-    return Operation(normalise, first=tuple(first), flops_each=100.0, norm=norm)
+def _moments_of(layer: Layer, count: int, over: tuple[int, ...], view: Then | None = None) -> Prior:
+    """Return the step before a norm over dims ``over``, whose means are of ``count`` numbers."""
+    if layer.dims != DIMS or len(layer.shape) != 4 or count < 2:
+        raise NotTileable(ADVICE)
+
+    def sums(given: Any) -> Tensor:
+        return moments(given.patch.tensor if view is None else view(given.patch.tensor), over)
+
+    def again(given: Any) -> Tensor:
+        x = given.patch.tensor if view is None else view(given.patch.tensor)
+        return share_of_moments(x, given.prior(MOMENTS))
+
+    return Prior(MOMENTS, Operation(sums, sums=True, merge=merged, again=again))

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from parallel.space.rule import Step
 from parallel.space.team import TeamGrid
 from parallel.streaming.box_sums import ASKED, BoxSums, with_sums
-from parallel.streaming.operation import attribute
+from parallel.streaming.operation import parameters_of
 from parallel.streaming.read_region import NothingTileable, read_region
 from parallel.streaming.region import Region
 from parallel.streaming.step_record import StepRecord, record, with_record
@@ -36,7 +36,7 @@ class PlannedRegion:
         rest: runs what follows, of the values that ``rest_inputs`` names.
         filled: names of the values of which what follows takes more than their shape.
         sums: what leaves the region are sums of what the model gives.
-        paths, read: modules and attributes of the stage that the region computes with.
+        nodes: of the region.
     """
 
     run: RegionRun
@@ -44,8 +44,7 @@ class PlannedRegion:
     rest_inputs: tuple[str, ...]
     filled: frozenset[str]
     sums: bool
-    paths: tuple[str, ...]
-    read: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
 
     def leaving(
         self, stage: nn.Module, context: ForwardContext, known: Mapping[str, Any], others: Mapping[str, Any]
@@ -55,7 +54,7 @@ class PlannedRegion:
         self.run.context = context
         entering = [known[name] for name in (*region.inputs, *region.given)]
         values: tuple[Tensor, ...] = _InBoxes.apply(
-            self.run, stage, others, len(entering), wants, *entering, *self.parameters(stage)
+            self.run, stage, others, len(entering), wants, *entering, *parameters_of(stage, self.nodes)
         )
         return values
 
@@ -64,12 +63,6 @@ class PlannedRegion:
         if isinstance(value, Tensor) or not isinstance(value, Boxes):
             return value
         return as_tensor(value) if name in self.filled else torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-    def parameters(self, stage: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters of the region that are trained, each once."""
-        found = [p for path in self.paths for p in stage.get_submodule(path).parameters()]
-        found += [value for node in self.read if isinstance(value := attribute(stage, node), nn.Parameter)]
-        return list({id(p): p for p in found if p.requires_grad}.values())
 
 
 class _InBoxes(torch.autograd.Function):
@@ -194,17 +187,14 @@ class BoxedNodes(NodeRun):
         used = {argument.name for node in rest for argument in node.all_input_nodes}.union(self._outputs)
         inputs = tuple(name for name in dict.fromkeys((*self._inputs, *region.live_out)) if name in used)
         filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
-        nodes = [region.nodes[step.name] for step in region.steps if step.name in region.nodes]
-        paths = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
-        read = dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a.op == "get_attr")
+        nodes = dict.fromkeys(region.nodes[step.name] for step in region.steps if step.name in region.nodes)
         return PlannedRegion(
             run,
             NodeRun(rest, inputs, self._outputs, self._random, region.constants),
             inputs,
             frozenset(filled.union(self._outputs)),
             bool(targets),
-            tuple(paths),
-            tuple(read),
+            tuple(nodes),
         )
 
     def _region(self, stage: nn.Module, plan: TeamPlan, values: Sequence[Any]) -> Region:

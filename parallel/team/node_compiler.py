@@ -190,7 +190,7 @@ class NodeCompiler:
             patches, resolve = load(known), resolver(known)
             with torch.no_grad():
                 own = operation.compute(make(patches, resolve, known=before))
-                of_all = functools.reduce(merge, comm.all_gather(own))  # in the order of members
+                of_all = merge(comm.all_gather(own))  # in the order of members
             assert again is not None
             given = make(patches, resolve, known={**before, name: of_all})
             return identity_fwd_all_reduce_bwd(comm, again(given))
@@ -219,7 +219,7 @@ class NodeCompiler:
             own = known[source]
             x = own.float() if own.dtype in HALVES else own
             with torch.no_grad():
-                of_all = functools.reduce(merged, comm.all_gather(moments(x, CHANNELS)))  # in the order of members
+                of_all = merged(comm.all_gather(moments(x, CHANNELS)))  # in the order of members
             given = None if module is not None else make({}, resolver(known))
             if norm.update is not None:
                 tensors = (module.running_mean, module.running_var) if given is None else norm.running(given)

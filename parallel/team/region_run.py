@@ -11,7 +11,7 @@ A member of a team computes the boxes of its part of the tile; a rank alone is a
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -26,6 +26,7 @@ from parallel.space.rule import Step
 from parallel.space.team import TeamGrid
 from parallel.streaming.maps import Gradients, Maps
 from parallel.streaming.moments import HALVES
+from parallel.streaming.operation import parameters_of
 from parallel.streaming.part_plan import PartPlan, plan_part
 from parallel.streaming.part_run import fetch_ahead, resolver, run_box, run_plain
 from parallel.streaming.read_node import changes_in_place
@@ -181,10 +182,11 @@ class RegionRun:
             if merge is None:
                 kept.known[name] = self._comm.all_reduce(value, False)
             else:
-                kept.known[name] = functools.reduce(merge, self._comm.all_gather(value, False))
+                kept.known[name] = merge(self._comm.all_gather(value, False))
 
     def _part_forward(self, module: nn.Module, part: PartPlan, kept: Kept) -> None:
         resolve, dtypes = resolver(module, self.region, kept.known), dict[str, torch.dtype]()
+        sums: dict[str, list[Tensor]] = {}
         for place, following in zip_longest(part.places, part.places[1:]):
             program = part.program(*place)
             if kept.maps.ahead and following:
@@ -197,15 +199,20 @@ class RegionRun:
                 if name in self.region.dims:
                     lines = part.box_spans[name]
                     kept.maps.write(name, (lines[0][place[0]], lines[1][place[1]]), value)
+                elif self.region.operations[name].merge:
+                    sums.setdefault(name, []).append(value)
                 elif name in kept.known:
-                    merge = self.region.operations[name].merge
-                    kept.known[name] = merge(kept.known[name], value) if merge else kept.known[name].add_(value)
+                    kept.known[name].add_(value)
                 else:
                     dtypes[name] = value.dtype
                     kept.known[name] = value.float() if value.dtype in HALVES else value
             del fetched
         for name, dtype in dtypes.items():
             kept.known[name] = kept.known[name].to(dtype)
+        for name, values in sums.items():
+            merge = self.region.operations[name].merge
+            assert merge is not None
+            kept.known[name] = merge(values)
 
     def backward(
         self,
@@ -223,7 +230,7 @@ class RegionRun:
         """
         region, exchange = self.region, self._exchange
         device = next(tensor.device for tensor in (*parameters, *gradients) if tensor is not None)
-        back = Gradients(self._maps(device, frozenset(asked)), {}, list(parameters), [None] * len(parameters))
+        back = Gradients(self._maps(device, frozenset(asked)), {}, {})
         for name, gradient in zip(region.live_out, gradients, strict=True):
             if gradient is None:
                 continue
@@ -255,7 +262,7 @@ class RegionRun:
                 found[name] = exchange.own_part(back.maps, name) if name in back.maps else None
             else:
                 found[name] = back.known.get(name)
-        return found, back.sums
+        return found, [back.sums.get(parameter) for parameter in parameters]
 
     def _sum_gradients_of_sums(self, phase: Phase, kept: Kept, back: Gradients) -> None:
         """Sum the gradients that all members have of the sums of a phase."""
@@ -271,7 +278,7 @@ class RegionRun:
         leaves = {name: known[name].detach().requires_grad_() for name in others}
         known.update(leaves)
         names = {step.name for step in part.live_steps if step.name in back.maps or step.name in back.known}
-        resolve = resolver(module, region, known)
+        resolve, parameters = resolver(module, region, known), self._parameters(module, part.steps)
         for place, following in zip_longest(part.places, part.places[1:]):
             program = part.program(*place)
             if kept.maps.ahead and following and not names.isdisjoint(part.program(*following).gives):
@@ -299,13 +306,13 @@ class RegionRun:
             del values
             if not outputs:
                 continue
-            inputs += [*leaves.values(), *back.parameters]
+            inputs += [*leaves.values(), *parameters]
             found = torch.autograd.grad(outputs, inputs, pulled, allow_unused=True)
             del outputs, pulled, value
             for name, gradient in zip(sources, found, strict=False):
                 if gradient is not None:
                     back.maps.add(name, (rows[name], columns[name]), gradient)
-            back.count(leaves, found[len(sources) :])
+            back.count(leaves, parameters, found[len(sources) :])
             del fetched, found, inputs
         back.narrow(leaves)
 
@@ -324,6 +331,11 @@ class RegionRun:
                 known[step.name] = self._run_plain(module, step, known)
         names = [name for name in names if known[name].requires_grad]
         outputs, pulled = [known[name] for name in names], [back.known[name] for name in names]
-        found = torch.autograd.grad(outputs, [*leaves.values(), *back.parameters], pulled, allow_unused=True)
-        back.count(leaves, found)
+        parameters = self._parameters(module, steps)
+        found = torch.autograd.grad(outputs, [*leaves.values(), *parameters], pulled, allow_unused=True)
+        back.count(leaves, parameters, found)
         back.narrow(leaves)
+
+    def _parameters(self, module: nn.Module, steps: Iterable[Step]) -> list[nn.Parameter]:
+        nodes = self.region.nodes
+        return parameters_of(module, [nodes[step.name] for step in steps if step.name in nodes])

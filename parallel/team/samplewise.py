@@ -6,7 +6,6 @@ samples. Any other layer that is not known is reported to the caller.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -195,7 +194,7 @@ def normalise(comm: TeamComm, module: _BatchNorm, own: Tensor, context: SampleCo
     with torch.no_grad():
         mine = moments(x, (0, 2, 3)) if len(x) else x.new_zeros((3, 1, x.shape[1], 1, 1), dtype=torch.float64)
         gathered = comm.all_gather(mine)
-        of_all = functools.reduce(merged, (each for each, some in zip(gathered, rows, strict=True) if some))
+        of_all = merged([each for each, some in zip(gathered, rows, strict=True) if some])
         count = context.samples * x.shape[2] * x.shape[3]
         if module.running_mean is not None and module.running_var is not None:
             update_running(of_all, module.running_mean, module.running_var, next_share(module), count)
