@@ -27,17 +27,18 @@ HEADER += ("moved out, GB", "out, GB/s", "back, GB/s", "asked")
 
 def rows(setting: Setting) -> Iterator[Row]:
     for number, (part, (model, px)) in enumerate(setting.shared(setting.of(CASES, TINY))):
-        yield from _case(part, model, px, thorough=setting.full and number < 2)
+        yield from _case(part, model, px, windows=setting.full and number < 2, boxes=number in (0, 2, 3))
 
 
-def ways(px: int, kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, ActivationPolicy]:
+def ways(px: int, kept_bytes: int, tiny: bool, windows: bool, boxes: bool) -> dict[str, ActivationPolicy]:
     """Return policies by name. Parts of the activations are moved by giving the host room for no more.
 
     Args:
         px: side of a tile; boxes have half of it.
         kept_bytes: of the plain step.
         tiny: move small tensors too, as there are no others.
-        thorough: try every window, too.
+        windows: try every window, too.
+        boxes: compute in boxes, too.
     """
     policies = {
         "plain": ActivationPolicy(),  # next to itself: what the other ratios are sure to
@@ -46,13 +47,13 @@ def ways(px: int, kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, Acti
         "recompute block": ActivationPolicy(recompute="block"),
         "recompute block, offload": offloading(tiny, recompute="block"),
     }
-    for where, room in (("GPU", MOST), ("host", 0)):
+    for where, room in (("GPU", MOST), ("host", 0)) if boxes else ():
         policies[f"boxes, maps on the {where}"] = ActivationPolicy(stream=px // 2, map_bytes=room)
-    windows = [ahead for ahead in AHEAD if thorough and ahead != USUAL]
-    return policies | {f"offload, ahead {ahead // MIB} MiB": offloading(tiny, ahead=ahead) for ahead in windows}
+    others = [ahead for ahead in AHEAD if windows and ahead != USUAL]
+    return policies | {f"offload, ahead {ahead // MIB} MiB": offloading(tiny, ahead=ahead) for ahead in others}
 
 
-def _case(setting: Setting, model: str, px: int, *, thorough: bool) -> Iterator[Row]:
+def _case(setting: Setting, model: str, px: int, *, windows: bool, boxes: bool) -> Iterator[Row]:
     what = {"model": model, "px": px}
     try:
         problem = Problem(setting, model, px)
@@ -61,7 +62,7 @@ def _case(setting: Setting, model: str, px: int, *, thorough: bool) -> Iterator[
         yield {**what, "way": "plain", "fault": fault_line(fault)}
         forget()
         return
-    for part, (way, policy) in setting.shared(list(ways(px, plain_bytes, not setting.full, thorough).items())):
+    for part, (way, policy) in setting.shared(list(ways(px, plain_bytes, not setting.full, windows, boxes).items())):
         yield attempt({**what, "way": way}, functools.partial(_compared, part, problem, plain_bytes, policy))
 
 

@@ -10,12 +10,19 @@ export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 shopt -s nullglob
-for wheel in benchmarks/gpu/wheels/*.whl; do
-  name=$(basename "${wheel%%-*}")
-  "$python" -c "from importlib.metadata import version; version('$name')" 2>/dev/null ||
-    "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$site" "$wheel" ||
-    echo "$wheel could not be installed: what needs it is not run"
-done
+mapfile -t missing < <("$python" - benchmarks/gpu/wheels/*.whl <<'END'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+for wheel in sys.argv[1:]:
+    try:
+        version(Path(wheel).name.partition("-")[0])
+    except PackageNotFoundError:
+        print(wheel)
+END
+)
+[ ${#missing[@]} -eq 0 ] || "$python" -m pip install --quiet --no-index --no-deps --target "$site" "${missing[@]}" ||
+  echo "some wheels could not be installed: what needs them is not run"
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 # timm and torchvision would bring a torch of their own.
 mapfile -t wanted < <("$python" -c "

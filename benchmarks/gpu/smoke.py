@@ -1,6 +1,7 @@
 """Run every feature on this machine and compare it with the plain step, before anything is timed.
 
-Takes nothing; gives a row per feature, the same rows under torch's CUDA sanitizer, and counts of host synchronisations.
+Takes nothing; gives a row per engine, the same rows under torch's CUDA sanitizer, counts of host synchronisations, and
+rows of commands.
 A row has passed, has not (NO), or was not run: a package is missing, there are too few GPUs, or its time was used up.
 """
 
@@ -49,13 +50,13 @@ TOGETHER: tuple[tuple[str, str, str, str], ...] = (
 )
 """The same of two ranks; over NCCL where there are two GPUs, else over Gloo."""
 PX, TINY_PX = 128, 64
-COMMANDS: tuple[tuple[str, int, Callable[[Commands, str], Row]], ...] = (
-    ("app.train --resume", 1, Commands.resume),
-    ("app.train --resume, a GPU less", 2, Commands.resume_on_fewer),
-    ("app.predict --stages 2", 2, functools.partial(Commands.predict, ranks=2)),
-    ("app.predict --stages 2, two groups", 4, functools.partial(Commands.predict, ranks=4)),
+COMMANDS: tuple[tuple[str, int, int, Callable[[Commands, str], Row]], ...] = (
+    ("app.train --resume", 1, 1, Commands.resume),
+    ("app.train --resume, a GPU less", 2, 2, Commands.resume_on_fewer),
+    ("app.predict --stages 2", 2, 1, functools.partial(Commands.predict, ranks=2)),
+    ("app.predict --stages 2, two groups", 4, 1, functools.partial(Commands.predict, ranks=4)),
 )
-"""Name, GPUs, and what runs, of the cases that are commands."""
+"""Name, ranks, GPUs that are needed, and what runs, of the cases that are commands."""
 SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
 WAIT_S, LEAST_S = 30.0, 15.0
 """Seconds that a rank waits for another, and those without which nothing is begun."""
@@ -66,18 +67,16 @@ HEADER = ("what", "CUDA sanitizer", "ranks", "over", "result", "passed", "s", "f
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    gpus = torch.cuda.device_count() if setting.full else max(needed for _, needed, _ in COMMANDS)
+    for sanitized in (False, True) if setting.full else (False,):
+        for ranks, table in ((1, ALONE), (2, TOGETHER)):
+            cases = [_case(setting, ranks, *each) for each in table if not (sanitized and each[1] == "syncs")]
+            for row in _launched(setting, ranks, cases, SANITIZER if sanitized else {}):
+                yield {"sanitized": sanitized, **row}
     with tempfile.TemporaryDirectory() as name:
-        for sanitized in (False, True) if setting.full else (False,):
-            env = SANITIZER if sanitized else {}
-            for ranks, table in ((1, ALONE), (2, TOGETHER)):
-                cases = [_case(setting, ranks, *each) for each in table if not (sanitized and each[1] == "syncs")]
-                for row in _launched(setting, ranks, cases, env):
-                    yield {"sanitized": sanitized, **row}
-            commands = Commands(setting, Path(name), env, run_process)
-            for what, needed, run in COMMANDS:
-                case: Row = {"sanitized": sanitized, "name": what, "ranks": needed, "over": _over(setting, needed)}
-                yield _commanded(setting, case, gpus, functools.partial(run, commands, f"{what}{sanitized}"))
+        commands = Commands(setting, Path(name), run_process)
+        for what, ranks, gpus, run in COMMANDS:
+            case: Row = {"sanitized": False, "name": what, "ranks": ranks, "over": _over(setting, ranks)}
+            yield _commanded(setting, case, gpus, functools.partial(run, commands, what))
 
 
 def _case(setting: Setting, ranks: int, name: str, run: str, model: str, flags: str) -> Row:
@@ -129,8 +128,8 @@ def _launched(setting: Setting, ranks: int, cases: Sequence[Row], env: Mapping[s
 
 
 def _commanded(setting: Setting, case: Row, gpus: int, run: Callable[[], Row]) -> Row:
-    if gpus < case["ranks"]:
-        return {**case, **_failed(f"needs {case['ranks']} GPUs")}
+    if setting.full and torch.cuda.device_count() < gpus:
+        return {**case, **_failed(f"needs {gpus} GPUs")}
     if setting.left_s < LEAST_S:
         return {**case, **_failed(USED_UP)}
     began = time.perf_counter()

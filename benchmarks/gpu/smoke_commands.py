@@ -33,12 +33,11 @@ class Commands:
 
     Args:
         folder: for slides and runs, which later cases compare themselves with.
-        env: added to the variables of this process.
         run: runs ``python -m module words`` as ``run_process`` does.
     """
 
-    def __init__(self, setting: Setting, folder: Path, env: Mapping[str, str], run: Run) -> None:
-        self._setting, self._folder, self._env, self._run = setting, folder, env, run
+    def __init__(self, setting: Setting, folder: Path, run: Run) -> None:
+        self._setting, self._folder, self._run = setting, folder, run
 
     def resume(self, name: str, of: str = "whole", env: Mapping[str, str] = NONE) -> Row:
         """Train as ``of`` in one go; train, stop, and resume on one rank with variables ``env``: the same losses."""
@@ -79,7 +78,7 @@ class Commands:
         return words if checkpoint is None else [*words, "--checkpoint", checkpoint, "--model", MODEL]
 
     def _call(self, module: str, *words: str | Path, env: Mapping[str, str] = NONE) -> None:
-        done = self._run(module, *words, env={**self._env, **env}, limit_s=max(20.0, self._setting.left_s))
+        done = self._run(module, *words, env=env, limit_s=max(20.0, self._setting.left_s))
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "rror" in line] or done.stderr.splitlines()[-1:]
             raise RuntimeError(f"{module} ended with exit code {done.returncode}: {(lines or ['nothing said'])[0]}")

@@ -83,7 +83,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, of_all: Tensor) -> Tensor:
         ctx.save_for_backward(x, of_all)
-        return of_all.clone()
+        return of_all.view_as(of_all)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
