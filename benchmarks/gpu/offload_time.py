@@ -11,13 +11,12 @@ import functools
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, fault_line, forget, shown
-from benchmarks.gpu.work import USUAL, Problem, Work, copied, in_turns, kept_bytes, offloading
+from benchmarks.gpu.setting import MIB, Row, Setting, attempt, fault_line, forget, shown
+from benchmarks.gpu.work import Problem, Work, copied, in_turns, kept_bytes, offloading
 from parallel.memory.policy import ActivationPolicy
 
-CASES = (("resnet50", 1024), ("unet", 512), ("resnet50", 2048), ("unet", 1024), ("resnet50", 3072), ("unet", 1536))
+CASES = (("resnet50", 1024), ("unet", 512), ("resnet50", 2048), ("unet", 1024))
 TINY = (("resnet18", 64), ("unet_w16", 64))
-AHEAD = (0, 256 * MIB, GIB, 4 * GIB)
 MOST = 1 << 62
 """Bytes of maps between boxes that may stay on the GPU: all."""
 ASKED_RATIO, ASKED_SHARE = 1.10, 0.5
@@ -26,34 +25,30 @@ HEADER += ("moved out, GB", "out, GB/s", "back, GB/s", "asked")
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    for number, (part, (model, px)) in enumerate(setting.shared(setting.of(CASES, TINY))):
-        yield from _case(part, model, px, windows=setting.full and number < 2, boxes=number in (0, 2, 3))
+    for part, (model, px) in setting.shared(setting.of(CASES, TINY)):
+        yield from _case(part, model, px)
 
 
-def ways(px: int, kept_bytes: int, tiny: bool, windows: bool, boxes: bool) -> dict[str, ActivationPolicy]:
+def ways(px: int, kept_bytes: int, tiny: bool) -> dict[str, ActivationPolicy]:
     """Return policies by name. Parts of the activations are moved by giving the host room for no more.
 
     Args:
         px: side of a tile; boxes have half of it.
         kept_bytes: of the plain step.
         tiny: move small tensors too, as there are no others.
-        windows: try every window, too.
-        boxes: compute in boxes, too.
     """
-    policies = {
+    return {
         "plain": ActivationPolicy(),  # next to itself: what the other ratios are sure to
         "offload": offloading(tiny),
         "offload half": offloading(tiny, host_bytes=kept_bytes // 2),
         "recompute block": ActivationPolicy(recompute="block"),
         "recompute block, offload": offloading(tiny, recompute="block"),
+        "boxes, maps on the GPU": ActivationPolicy(stream=px // 2, map_bytes=MOST),
+        "boxes, maps on the host": ActivationPolicy(stream=px // 2, map_bytes=0),
     }
-    for where, room in (("GPU", MOST), ("host", 0)) if boxes else ():
-        policies[f"boxes, maps on the {where}"] = ActivationPolicy(stream=px // 2, map_bytes=room)
-    others = [ahead for ahead in AHEAD if windows and ahead != USUAL]
-    return policies | {f"offload, ahead {ahead // MIB} MiB": offloading(tiny, ahead=ahead) for ahead in others}
 
 
-def _case(setting: Setting, model: str, px: int, *, windows: bool, boxes: bool) -> Iterator[Row]:
+def _case(setting: Setting, model: str, px: int) -> Iterator[Row]:
     what = {"model": model, "px": px}
     try:
         problem = Problem(setting, model, px)
@@ -62,7 +57,7 @@ def _case(setting: Setting, model: str, px: int, *, windows: bool, boxes: bool) 
         yield {**what, "way": "plain", "fault": fault_line(fault)}
         forget()
         return
-    for part, (way, policy) in setting.shared(list(ways(px, plain_bytes, not setting.full, windows, boxes).items())):
+    for part, (way, policy) in setting.shared(list(ways(px, plain_bytes, not setting.full).items())):
         yield attempt({**what, "way": way}, functools.partial(_compared, part, problem, plain_bytes, policy))
 
 

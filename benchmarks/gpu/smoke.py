@@ -69,7 +69,11 @@ HEADER = ("what", "CUDA sanitizer", "ranks", "over", "result", "passed", "s", "f
 def rows(setting: Setting) -> Iterator[Row]:
     for sanitized in (False, True) if setting.full else (False,):
         for ranks, table in ((1, ALONE), (2, TOGETHER)):
-            cases = [_case(setting, ranks, *each) for each in table if not (sanitized and each[1] == "syncs")]
+            cases = [
+                _case(setting, ranks, *each, small=sanitized)
+                for each in table
+                if not (sanitized and each[1] == "syncs")
+            ]
             for row in _launched(setting, ranks, cases, SANITIZER if sanitized else {}):
                 yield {"sanitized": sanitized, **row}
     with tempfile.TemporaryDirectory() as name:
@@ -79,14 +83,15 @@ def rows(setting: Setting) -> Iterator[Row]:
             yield _commanded(setting, case, gpus, functools.partial(run, commands, what))
 
 
-def _case(setting: Setting, ranks: int, name: str, run: str, model: str, flags: str) -> Row:
-    px = setting.of(PX, TINY_PX)
+def _case(setting: Setting, ranks: int, name: str, run: str, model: str, flags: str, *, small: bool = False) -> Row:
+    """Return a case; ``small``: of the small model, as the sanitizer makes every step many times as long."""
+    px, usual = setting.of(PX, TINY_PX), setting.of("resnet18", NET)
     return {
         "name": name,
         "run": run,
         "ranks": ranks,
         "over": _over(setting, ranks),
-        "model": setting.of("resnet18", NET) if model == "resnet" else model,
+        "model": (NET if small else usual) if model == "resnet" else model,
         "px": px,
         "flags": f"{flags.replace('BOX', str(px // 2))} {USUAL}",
     }

@@ -15,31 +15,32 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 CHUNK_PX = 1024
-CHANNELS_LAST = torch.channels_last
+CHANNELS = (0, 2, 3)
+"""Dims over which batch norm adds up."""
 HALVES = (torch.float16, torch.bfloat16)
 """Types in which sums lose small addends."""
 
 
 def moments(x: Tensor, over: tuple[int, ...]) -> Tensor:
     """Return (3, ...) float64: count, mean and variance over the dims ``over`` of a box, which stay as dims of 1."""
-    if over == (0, 2, 3) and x.device.type == "cuda":
-        mean, variance = (each[None, :, None, None] for each in torch.batch_norm_update_stats(x, None, None, 0.0))
-    else:
-        x = x.float() if x.dtype in HALVES else x
-        if over == (0, 2, 3) and x.shape[1] > 1 and x.is_contiguous(memory_format=CHANNELS_LAST):
-            return _of_channels(x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])).reshape(3, 1, -1, 1, 1)
-        variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
-    return torch.stack([torch.full_like(mean, float(x.numel() // mean.numel())), mean, variance]).double()
+    if over == CHANNELS and x.device.type == "cuda":
+        return _of_channels(x).double().reshape(3, 1, -1, 1, 1)
+    x = x.float() if x.dtype in HALVES else x
+    if over == CHANNELS and x.shape[1] > 1 and x.is_contiguous(memory_format=torch.channels_last):
+        # Batch norm's own sums take a twentieth of the time of ``var_mean``, but add up numbers one by one on a CPU.
+        columns = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]).t()[None, :, :, None]
+        return merged([_of_channels(chunk) for chunk in columns.split(CHUNK_PX, 2)]).reshape(3, 1, -1, 1, 1)
+    variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+    return _stacked(x.numel() // mean.numel(), mean, variance).double()
 
 
 def _of_channels(x: Tensor) -> Tensor:
-    """Return (3, c) moments of the columns of ``x`` (px, c), by batch norm's own sums, which take a twentieth of the
-    time of ``var_mean`` in this layout; in chunks, as they add up float32 numbers one by one."""
-    parts = []
-    for chunk in torch.split(x, CHUNK_PX):
-        mean, variance = torch.batch_norm_update_stats(chunk.t()[None, :, :, None], None, None, 0.0)
-        parts.append(torch.stack([torch.full_like(mean, float(len(chunk))), mean, variance]))
-    return merged(parts)
+    """Return (3, c) moments of the channels of ``x`` (n, c, ...), by batch norm's own sums."""
+    return _stacked(x.numel() // x.shape[1], *torch.batch_norm_update_stats(x, None, None, 0.0))
+
+
+def _stacked(count: int, mean: Tensor, variance: Tensor) -> Tensor:
+    return torch.stack([torch.full_like(mean, count), mean, variance])
 
 
 def merged(parts: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.streaming.layer import Layer
 from parallel.streaming.moments import (
+    CHANNELS,
     Normalised,
     accumulating,
     factors_of,
@@ -32,8 +33,6 @@ ADVICE = (
     "running statistics as they are (start from --weights), or --norm layer"
 )
 MOMENTS, FACTORS, RUNNING = "~moments", "~factors", "~running"
-CHANNELS = (0, 2, 3)
-"""Dims over which batch norm adds up."""
 FLOPS = 100.0
 """Of each number that is normalised."""
 Then = Callable[[Tensor], Tensor]

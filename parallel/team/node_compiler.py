@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from parallel.space.cuts import Span
 from parallel.space.team import box_px
-from parallel.streaming.moments import HALVES, merged, moments, normalised_part
+from parallel.streaming.moments import CHANNELS, HALVES, merged, moments, normalised_part
 from parallel.streaming.operation import Arguments, ChannelNorm, Operation, module_of
 from parallel.streaming.patch import Patch, cut_of, narrowed
 from parallel.streaming.read_node import changes_in_place, takes_type_alone
-from parallel.streaming.read_norm import CHANNELS
 from parallel.streaming.read_pointwise import MASK
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, all_of_own, halo_exchange, patch_of, slices
