@@ -29,18 +29,15 @@ def moments(x: Tensor, over: tuple[int, ...]) -> Tensor:
     if over == CHANNELS and x.shape[1] > 1 and x.is_contiguous(memory_format=torch.channels_last):
         # Batch norm's own sums take a twentieth of the time of ``var_mean``, but add up numbers one by one on a CPU.
         columns = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]).t()[None, :, :, None]
-        return merged([_of_channels(chunk) for chunk in columns.split(CHUNK_PX, 2)]).reshape(3, 1, -1, 1, 1)
+        return merged([_of_channels(chunk) for chunk in torch.split(columns, CHUNK_PX, 2)]).reshape(3, 1, -1, 1, 1)
     variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
-    return _stacked(x.numel() // mean.numel(), mean, variance).double()
+    return torch.stack([torch.full_like(mean, x.numel() // mean.numel()), mean, variance]).double()
 
 
 def _of_channels(x: Tensor) -> Tensor:
     """Return (3, c) moments of the channels of ``x`` (n, c, ...), by batch norm's own sums."""
-    return _stacked(x.numel() // x.shape[1], *torch.batch_norm_update_stats(x, None, None, 0.0))
-
-
-def _stacked(count: int, mean: Tensor, variance: Tensor) -> Tensor:
-    return torch.stack([torch.full_like(mean, count), mean, variance])
+    mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return torch.stack([torch.full_like(mean, x.numel() // x.shape[1]), mean, variance])
 
 
 def merged(parts: Sequence[Tensor]) -> Tensor:
