@@ -330,6 +330,8 @@ class RegionRun:
             for step in steps:
                 known[step.name] = self._run_plain(module, step, known)
         names = [name for name in names if known[name].requires_grad]
+        if not names:
+            return
         outputs, pulled = [known[name] for name in names], [back.known[name] for name in names]
         parameters = self._parameters(module, steps)
         found = torch.autograd.grad(outputs, [*leaves.values(), *parameters], pulled, allow_unused=True)
