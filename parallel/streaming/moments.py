@@ -26,7 +26,8 @@ def moments(x: Tensor, over: tuple[int, ...]) -> Tensor:
     if over == CHANNELS and x.device.type == "cuda":
         return _of_channels(x).double().reshape(3, 1, -1, 1, 1)
     x = x.float() if x.dtype in HALVES else x
-    if over == CHANNELS and x.shape[1] > 1 and x.is_contiguous(memory_format=torch.channels_last):
+    dense = x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last)
+    if over == CHANNELS and dense and x.shape[1] > 1:
         # Batch norm's own sums take a twentieth of the time of ``var_mean``, but add up numbers one by one on a CPU.
         columns = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]).t()[None, :, :, None]
         return merged([_of_channels(chunk) for chunk in torch.split(columns, CHUNK_PX, 2)]).reshape(3, 1, -1, 1, 1)
