@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.training.exactness import CroppedImages
 from benchmarks.in_boxes import planned_regions, streamed
@@ -222,3 +223,32 @@ def test_maps_beyond_the_budget_of_the_host_lie_in_files(tmp_path: Path) -> None
         else:
             assert host.peak_bytes <= budget < plan.run.boxes.host_bytes - budget <= host.peak_file_bytes
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a device computes: operations, but views and empty memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (operation.is_view or "empty" in operation.name() or "detach" in operation.name())
+        return operation(*args, **(kwargs or {}))
+
+
+def test_operations_of_a_norm_in_boxes() -> None:
+    """Small boxes take a GPU as long as the host needs to ask for their operations; here of a norm and its convolution."""
+
+    def of_norms(count: int) -> int:
+        layers = [layer for _ in range(count) for layer in (nn.Conv2d(3, 3, 3, 1, 1), nn.BatchNorm2d(3), nn.ReLU())]
+        net, images = nn.Sequential(*layers, nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 32, 32)
+        net.to(memory_format=torch.channels_last)
+        boxed = streamed(net, 16, tuple(images.shape))
+        boxed(images).sum().backward()
+        with Operations() as operations:
+            boxed(images).sum().backward()
+        return operations.count
+
+    boxes = 4
+    assert (of_norms(5) - of_norms(3)) / 2 / boxes <= 45
