@@ -238,7 +238,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_operations_of_a_norm_in_boxes() -> None:
-    """Small boxes take a GPU as long as the host needs to ask for their operations; here of a norm and its convolution."""
+    """A GPU waits for the host in small boxes: operations for each box, of a norm and the convolution before it."""
 
     def of_norms(count: int) -> int:
         layers = [layer for _ in range(count) for layer in (nn.Conv2d(3, 3, 3, 1, 1), nn.BatchNorm2d(3), nn.ReLU())]
