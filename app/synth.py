@@ -19,7 +19,8 @@ import tyro
 
 from app.settings.cli import run_command
 from app.settings.fields import at_least, broken
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from pipelines.backends.tiff_levels import PRINT_UM
+from pipelines.slides.geometry import MPP_MIN, check_mpp
 from pipelines.synthetic.collection import Collection, make_collection
 
 LINE_EVERY_S = 10.0
@@ -49,7 +50,8 @@ class SynthCommand:
         rules = {
             **at_least(self, slides=1, workers=1),
             f"--size is 512 to 200000 px; got {self.size}": not 512 <= self.size <= 200_000,
-            f"--mpp is {MPP_MIN} to {MPP_MAX} um/px; got {self.mpp}": not check_mpp(self.mpp),
+            f"--mpp is {MPP_MIN} to below {PRINT_UM:g} um/px, since a coarser TIFF is taken for a printed picture; got "
+            f"{self.mpp}": not (check_mpp(self.mpp) and self.mpp < PRINT_UM),
             f"--seed is 0 to 2147483647; got {self.seed}": not 0 <= self.seed < 1 << 31,
         }
         return broken(rules)

@@ -148,8 +148,12 @@ def check_slide(spec: SlideSpec) -> SlideCheck:
     with slide:
         level = slide.levels[0]
         check = SlideCheck(spec.slide_id, slide.backend, slide.mpp, level.width, level.height, len(slide.levels))
-        faults = (*_structure_faults(spec.path), *_read_faults(slide))
-        return replace(check, faults=faults, other_images=tuple(other_images(spec.path, spec.scene)))
+        faults, others = [*_structure_faults(spec.path), *_read_faults(slide)], list[str]()
+        try:
+            others = other_images(spec.path, spec.scene)
+        except (OSError, SlideError) as fault:  # such as a server that no longer answers
+            faults.append(_one_line(fault, spec.path))
+        return replace(check, faults=tuple(faults), other_images=tuple(others))
 
 
 def _without_mpp(spec: SlideSpec, fault: str) -> SlideCheck:

@@ -18,7 +18,8 @@ from app.settings.optimization import CheckpointSettings, ModelSettings, Optimiz
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from pipelines import Rare
-from pipelines.catalog.catalog import SlideSpec, find_slides
+from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides
+from pipelines.catalog.table import listed
 from pipelines.labels.class_names import ClassMap, TileLabel, pattern_fault
 from pipelines.labels.slide_labels import read_mpp
 from pipelines.slides.geometry import mpp_fault
@@ -90,16 +91,24 @@ def slides_in(
     slides: Path, opening: DataSettings | OpeningSettings, *, whole_pictures: bool = False, labels: Path | None = None
 ) -> tuple[SlideSpec, ...]:
     """Return the slides below the folder ``slides``, opened as ``opening`` says; arguments and errors as of
-    `find_slides`."""
-    return find_slides(
+    `find_slides`, and a ValueError where ``mpp_table`` names none of them."""
+    mpp_by_slide = read_mpp(slides, opening.mpp_table, labels)
+    specs = find_slides(
         slides,
         mpp=opening.slide_mpp,
-        mpp_by_slide=read_mpp(slides, opening.mpp_table, labels),
+        mpp_by_slide=mpp_by_slide,
         whole_pictures=whole_pictures,
         backend=opening.backend,
         scene=opening.scene,
         labels=labels,
     )
+    ids = [spec.slide_id for spec in specs]
+    if opening.mpp_table is not None and not any(map(SlideNames(ids).match, mpp_by_slide)):
+        raise ValueError(
+            f"--mpp-table {opening.mpp_table} gives the um/px of no slide of {slides}: it names "
+            f"{listed([*mpp_by_slide]) or 'none'}, the slides are {listed(ids)}. Name them alike"
+        )
+    return specs
 
 
 @dataclass(frozen=True)

@@ -187,19 +187,27 @@ def refuse_series(path: Path) -> None:
 
     Raises:
         SlideError: channels, planes, samples or a compression that are not read, no ImageType, sequences nested too
-            deep, frames without their positions, or a file that is cut short.
+            deep, frames without their positions, a file that is cut short, or a .dcm file that cannot be read.
     """
     series = _of_slide(path)[0].text(Tag.SERIES)
     for file in sorted(path.parent.iterdir()):
-        if not file.is_file() or not is_dicom(file):
-            continue
-        status = file.stat()
-        if is_nested_too_deep(file, status.st_size, status.st_mtime_ns):  # OpenSlide parses every file of the folder
+        try:
+            if not file.is_file() or not is_dicom(file):
+                continue
+            status = file.stat()
+            is_deep = is_nested_too_deep(file, status.st_size, status.st_mtime_ns)
+            header, is_cut = _of_slide(file)
+        except OSError as error:
+            if file.suffix.lower() != ".dcm":
+                continue
+            raise SlideError(
+                f"{path}: {file.name} in its folder cannot be read: {error.strerror or error}; check its permissions"
+            ) from error
+        if is_deep:  # OpenSlide parses every file of the folder
             raise SlideError(
                 f"{path}: {file.name} in its folder has sequences nested more than {DEEPEST_READ} deep, which would "
                 "end the process: it is damaged or not made by a scanner; move it out of the folder"
             )
-        header, is_cut = _of_slide(file)
         if header.text(Tag.SERIES) == series and header.text(Tag.SOP_CLASS) == _WHOLE_SLIDE:
             if is_cut:
                 raise SlideError(f"{path}: {file.name} of its series ends before its pixels: cut short; copy it again")

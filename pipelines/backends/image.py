@@ -95,7 +95,6 @@ def open_image(path: Path, *, mpp: float | None, scene: int | None = None) -> Py
 def _tiff_image(path: Path, scene: int | None) -> TiffImage:
     """The image of a TIFF that is the slide. Others would ask too much memory, or be read as something else."""
     tiff = read_tiff(path)
-    refuse_samples(tiff, tiff.pages[0])
     image, _ = choose_image(tiff, scene)
     refuse_samples(tiff, image.page)
     if faults := check_tiff(path):
@@ -121,8 +120,11 @@ def _decode(path: Path, page: Page | None) -> Pixels:
         with Image.open(path, formats=FORMATS) as file:
             file.seek(page.index if page else 0)
             picture: Image.Image = file
-            if picture.mode.startswith(("I", "F")):
-                raise TileReadError(f"{path}: a slide has 8 bits per channel; this picture has mode {picture.mode!r}")
+            stored = str(file.tile[0][3]) if file.tile else ""  # Pillow reads RGB of 16 bits as of 8
+            if picture.mode.startswith(("I", "F")) or ";16B" in stored:
+                raise TileReadError(
+                    f"{path}: a slide has 8 bits per channel; this picture has more (mode {picture.mode!r})"
+                )
             if picture.format in JPEG_FORMATS:
                 return _decode_jpeg(path, picture)
             if picture.has_transparency_data:

@@ -8,6 +8,7 @@ whole. Only level 0 of a pyramid is used: an average of class ids is no class.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -24,9 +25,11 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
-from pipelines.backends.tiff_page import table_fault
+from pipelines.backends.tiff_page import UNREADABLE, Tag, table_fault
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.slides.slide import SlideError, TileReadError
+
+log = logging.getLogger(__name__)
 
 WHOLE_PIXELS = 64 << 20
 """A striped TIFF up to this size is decoded once; reading a tile of it would decode whole rows again and again."""
@@ -207,6 +210,13 @@ class TiffMask:
             raise SlideError(
                 f"mask {path} must have one channel of whole numbers, the class ids; "
                 f"it has shape {shape}, type {self._dtype}"
+            )
+        white = tiff.pages[0].number(Tag.PHOTOMETRIC, UNREADABLE) == tifffile.PHOTOMETRIC.MINISWHITE
+        if white and self._dtype.kind == "b":
+            log.warning(
+                "%s: class 1 is where the bits of this mask are 1; they are stored as MINISWHITE, so viewers show them "
+                "black. Invert the mask if the class is what viewers show white",
+                path,
             )
         self.height, self.width = shape
         size_bytes = path.stat().st_size

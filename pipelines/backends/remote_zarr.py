@@ -36,6 +36,8 @@ class RemoteFolder(FsspecStore):  # type: ignore[misc]  # Zarr publishes no type
 
     url = ""
     most_bytes = JSON_BYTES
+    absent: set[str]
+    """Keys that ``sizes`` found absent the last time; they are not fetched, since the answer may be 403."""
 
     @property
     def files(self) -> Any:
@@ -49,7 +51,9 @@ class RemoteFolder(FsspecStore):  # type: ignore[misc]  # Zarr publishes no type
 
         async def size(key: str) -> Any:
             async with gate:
-                return await self._patiently(lambda: self._size(key), key)
+                found = await self._patiently(lambda: self._size(key), key)
+            (self.absent.add if found is None else self.absent.discard)(key)
+            return found
 
         async def all_sizes() -> list[Any]:
             return list(await asyncio.gather(*map(size, keys)))
@@ -70,6 +74,8 @@ class RemoteFolder(FsspecStore):  # type: ignore[misc]  # Zarr publishes no type
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         async def ask() -> Any:
+            if key in self.absent or (key.endswith(".zattrs") and await self._size(key) is None):
+                return None
             data = await FsspecStore.get(self, key, prototype, byte_range)
             is_range = isinstance(byte_range, RangeByteRequest)
             asked = byte_range.end - byte_range.start if is_range else getattr(byte_range, "suffix", None)
@@ -163,7 +169,7 @@ def open_remote(url: str) -> RemoteFolder:
             f"{url}: slides behind a URL need packages that are not installed ({fault}); install them: "
             'pip install "megatile[remote]"'
         ) from fault
-    folder.url = url
+    folder.url, folder.absent = url, set()
     if "http" in folder.fs.protocol:
         folder.fs._cat_file = folder.cat_file
     return folder

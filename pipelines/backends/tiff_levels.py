@@ -7,6 +7,7 @@ lie elsewhere than in a plain grid (Leica, Ventana, Philips, Trestle) are refuse
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def _ome_images(tiff: Tiff) -> list[TiffImage]:
         first = re.search(r'<(?:\w+:)?TiffData\b[^<>]*\bIFD="(\d{1,9})"', text)
         index = int(first[1]) if first else 0
         if pixels and index < len(tiff.pages):
-            listed.setdefault(index, (short_name(name[1]) if name else "", pixels[0]))
+            listed.setdefault(index, (short_name(html.unescape(name[1])) if name else "", pixels[0]))
     images: list[TiffImage] = []
     for image in _plain_images(tiff) if listed else ():
         page, last = image.page, images[-1] if images else None
@@ -158,7 +159,7 @@ YCBCR: Final = 6
 _JPEG: Final = (6, 7)
 _COLOURS: Final = {1: (0, 1, 3), 3: (2, YCBCR)}
 """PhotometricInterpretation by samples per px: grey either way round and palette; RGB and YCbCr."""
-_PRINT_UM: Final = 20.0
+PRINT_UM: Final = 20.0
 """Coarser than this, the tag is a writer's default (72, 96, 300 or 1200 dots per inch), not a scanner's resolution."""
 
 
@@ -263,7 +264,7 @@ def resolution_mpp(page: Page) -> tuple[Recorded, Recorded]:
             mpps.append(
                 f"records {per_unit:g} px in a unit that is not read (ResolutionUnit {max(unit, 0) or 'missing'})"
             )
-        elif um / per_unit < _PRINT_UM:
+        elif um / per_unit < PRINT_UM:
             mpps.append(float(um / per_unit))
         else:
             mpps.append(f"records {um / per_unit:.2f} um/px, the resolution of a screen or a printer")
@@ -273,9 +274,10 @@ def resolution_mpp(page: Page) -> tuple[Recorded, Recorded]:
 def _ome_mpp(pixels: str, axis: str) -> Recorded:
     size = re.search(rf'\bPhysicalSize{axis}="([^"]*)"', pixels)
     unit = re.search(rf'\bPhysicalSize{axis}Unit="([^"]*)"', pixels)
-    number, um = _number(size[1]) if size else None, _UM_PER_OME_UNIT.get(unit[1] if unit else "µm")
-    if unit and um is None and number is not None:
-        return f"records PhysicalSize{axis} {number} in {unit[1]!r}, a unit that is not read"
+    name = html.unescape(unit[1]) if unit else "µm"
+    number, um = _number(size[1]) if size else None, _UM_PER_OME_UNIT.get(name)
+    if um is None and number is not None:
+        return f"records PhysicalSize{axis} {number} in {name!r}, a unit that is not read"
     return number * um if isinstance(number, float) and um else number
 
 

@@ -109,8 +109,6 @@ class TiledReader:
         grid = self._grids[level]
         index = row * grid.columns + column
         offset, count = int(grid.offsets[index]), int(grid.byte_counts[index])
-        if self._fd < 0:
-            raise SlideError(f"{self._path}: the slide was closed; open it again to read from it")
         if offset == count == 0:  # never written: how Philips and ASAP leave out background, in Camelyon for one
             pixels[...] = PADDING
             return

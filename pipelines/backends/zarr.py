@@ -46,8 +46,6 @@ class ZarrReader:
         self._empty: set[tuple[int, tuple[int, ...]]] = set()
 
     def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
-        if not self._arrays:
-            raise SlideError(f"{self._store}: the slide was closed; open it again to read from it")
         array = self._arrays[level]
         y_axis = self._axes.index("y")
         inside = pad(out, l_x, l_y, array.shape[self._axes.index("x")], array.shape[y_axis])
@@ -78,9 +76,7 @@ class ZarrReader:
             inside.out[start:stop] = band if band.ndim == 3 else band[..., None]  # one channel: grey
 
     def close(self) -> None:
-        if self._arrays:
-            self._arrays = ()
-            self._store.close()
+        self._store.close()
 
     def _box(self, x: slice, y: slice) -> tuple[slice, ...]:
         """A box of px of a level, the first of its other axes but the channels, one slice per axis."""

@@ -22,6 +22,7 @@ import zarr
 import zarr.storage
 from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 
+from pipelines.backends.tiff_page import MAX_SIDE
 from pipelines.slides.slide import NotThisFormat, SlideError, url_of
 
 if TYPE_CHECKING:
@@ -109,7 +110,6 @@ V3_CODECS: Final = frozenset({"blosc", "bytes", "crc32c", "gzip", "sharding_inde
 """What unpacks or reorders bytes. No other codec is run: among them are ones that unpickle what they are given."""
 
 MAX_CHUNK_BYTES: Final = 256 << 20
-MAX_SIDE: Final = 1 << 24
 
 
 @dataclass(frozen=True)

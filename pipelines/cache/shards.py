@@ -233,6 +233,7 @@ class ShardFolder:
             path = Path(file.name)
             try:
                 if not self._reserve(file, sum(len(part) for part in parts), len(list_bytes), most_bytes):
+                    path.unlink(missing_ok=True)
                     return None
                 for part in parts:
                     file.write(part)

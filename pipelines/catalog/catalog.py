@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipelines.backends.dicom_head import is_segmentation, series_uid
 from pipelines.catalog.handles import SlideState
-from pipelines.catalog.table import LABELS_FILE, read_table, read_text, shown
+from pipelines.catalog.table import LABELS_FILE, read_table, read_text
 from pipelines.slides.geometry import mpp_fault
 from pipelines.slides.slide import Slide, SlideError, printable, url_of, url_path
 
@@ -106,10 +106,12 @@ class SlideNames:
         id without them is that one.
         """
         base = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
-        for exact in (name, slide_stem(name), base, slide_stem(base)):
+        stem = slide_stem(base)
+        short = slide_stem(f"{stem}.tif")  # x of x.ome, which other programs make of x.ome.tif
+        for exact in (name, slide_stem(name), base, stem, short):
             if exact in self._known:
                 return exact
-        without_case = {text.casefold().strip() for text in (name, base, slide_stem(base))}
+        without_case = {text.casefold().strip() for text in (name, base, stem, short)}
         folded = set().union(*(self._folded.get(text, ()) for text in without_case))
         return folded.pop() if len(folded) == 1 else None
 
@@ -135,7 +137,7 @@ def find_slides(
 
     Args:
         mpp: um/px of level 0 for every slide, in place of what the files say.
-        mpp_by_slide: the same for single slides, by name as ``SlideNames`` takes it; goes before ``mpp``.
+        mpp_by_slide: the same for single slides, as ``read_mpp`` returns it; goes before ``mpp``.
         whole_pictures: a slide's id is its path below ``root``, without suffix, and um/px are not needed.
         backend, scene: handed to ``open_slide``.
         labels: CSV file whose column slide may hold URLs of OME-Zarr images; ``labels.csv`` of ``root`` by default.
@@ -147,9 +149,8 @@ def find_slides(
     named = mpp_by_slide or {}
     if scene is not None and scene < 0:
         raise ValueError(f"--scene counts the images of a slide file from 0; got {scene}")
-    given = [("--slide-mpp", mpp), *((f"the mpp of slide {s!r}", v) for s, v in named.items())]
-    if faults := [f"{where} {fault}" for where, value in given if value is not None and (fault := mpp_fault(value))]:
-        raise ValueError(shown(faults))
+    if mpp is not None and (fault := mpp_fault(mpp)):
+        raise ValueError(f"--slide-mpp {fault}")
     check_folder(root)
     paths: dict[str, Path] = {}
     twice: list[str] = []
@@ -295,7 +296,7 @@ def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
     for files in series.values():
         largest = max(files, key=lambda path: (_size(path), path.name))
         named_after_folder = len(files) > 1 and len(series) == 1
-        yield (folder.resolve().name if named_after_folder else slide_stem(largest.name)), largest
+        yield (os.path.basename(os.path.abspath(folder)) if named_after_folder else slide_stem(largest.name)), largest
 
 
 def _size(path: Path) -> int:

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from pipelines.backends.dicom_head import series_uid
 from pipelines.slides.slide import Slide, SlideError, url_of
 
 if TYPE_CHECKING:
@@ -248,11 +249,19 @@ def _files(path: Path) -> Iterator[Path]:
     """The files of a slide, in a fixed order."""
     if not path.is_dir():
         yield path
-    folder = path if path.is_dir() else path.with_suffix("")
-    if path.is_dir() or path.suffix.lower() == ".mrxs":
+    folder, suffix = path if path.is_dir() else path.with_suffix(""), path.suffix.lower()
+    if path.is_dir() or suffix == ".mrxs":
         for name, folders, names in os.walk(folder):
             folders.sort()
             yield from (Path(name, file) for file in sorted(names))
+    elif suffix == ".dcm" and (series := series_uid(path)):
+        others = sorted(file for file in path.parent.iterdir() if file != path and file.is_file())
+        yield from (file for file in others if series_uid(file) == series)
+    elif suffix in (".vms", ".vmu"):
+        with path.open("rb") as file:  # lines such as ImageFile=slide.jpg
+            lines = file.read(END_BYTES).decode("utf-8", "replace").splitlines()
+        named = {line.partition("=")[2].strip() for line in lines}.intersection(os.listdir(path.parent))
+        yield from filter(Path.is_file, (path.with_name(name) for name in sorted(named)))
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -76,6 +76,7 @@ class _Worker(Generic[Item, Result]):
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # what is sent to the group is for the parent
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
             )
         self._send(task)
@@ -168,7 +169,8 @@ def _serve(descriptor: int, parent: int, memory_bytes: int) -> None:
         allowed = resource.getrlimit(resource.RLIMIT_DATA)[1]
         limit = memory_bytes if allowed == resource.RLIM_INFINITY else min(memory_bytes, allowed)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, allowed))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # it asks the run to end, which then ends this process
     threading.Thread(target=_end_with_parent, args=[parent], daemon=True).start()
     with Connection(descriptor) as connection:
         try:

@@ -8,6 +8,7 @@ GeoJSON goes before a mask, and both before ``.xml`` and ``.json``, which also h
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,10 +29,12 @@ from pipelines.catalog.catalog import (
 )
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_xml import read_xml
-from pipelines.labels.class_names import IGNORE
-from pipelines.labels.drawing import UNNAMED_CLASS, PolygonSet, printable_name
+from pipelines.labels.class_names import IGNORE, IGNORED_CLASS
+from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, PolygonSet, printable_name
 from pipelines.labels.geojson import read_geojson
 from pipelines.slides.slide import SlideError
+
+logger = logging.getLogger(__name__)
 
 XML_SUFFIX = ".xml"
 DRAWING_SUFFIXES = (".geojson", ".json", XML_SUFFIX)
@@ -89,13 +92,15 @@ def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFile
     slides = {spec.path for spec in specs}
     files: list[Path] = []
     for folder in sorted({spec.path.parent for spec in specs} | {root}):
-        for file in _files_in(folder):
+        is_predicted = (folder / PREDICTIONS_FILE).is_file()
+        for path in folder.iterdir() if folder.is_dir() else ():
             # A picture beside a slide is a slide itself unless its name says mask.
-            is_picture = file.suffix.lower() in MASK_SUFFIXES and not is_mask_name(slide_stem(file.name))
-            if file not in slides and not is_picture:
-                files.append(file)
-        for name in BESIDE_FOLDERS if not (folder / PREDICTIONS_FILE).is_file() else ():  # masks there are predicted
-            files += files_below(folder / name)
+            is_picture = path.suffix.lower() in MASK_SUFFIXES and not is_mask_name(slide_stem(path.name))
+            if path.name.lower() in BESIDE_FOLDERS:
+                if not (is_predicted and path.name == "masks"):  # those of app.predict
+                    files += files_below(path)
+            elif path not in slides and not is_picture and _is_annotation(path):
+                files.append(path)
     assigned = _assign(files, specs, f"annotations beside the slides of {root}")
     return assigned if assigned.path else None
 
@@ -151,10 +156,6 @@ def _names(file: Path) -> Iterator[str]:
             yield stem[: -len(ending)]
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if _is_annotation(file)] if folder.is_dir() else []
-
-
 def _is_annotation(file: Path) -> bool:
     suffix = file.suffix.lower()
     if suffix not in RANK or file.name.startswith(".") or not file.is_file():
@@ -164,7 +165,7 @@ def _is_annotation(file: Path) -> bool:
 
 def files_below(folder: Path) -> list[Path]:
     """Return the files of ``folder`` and its sub-folders that may be annotations, in no order."""
-    return [file for below, _, _ in walk_folders(folder) for file in _files_in(below)]
+    return [file for below, _, names in walk_folders(folder) for name in names if _is_annotation(file := below / name)]
 
 
 FILES, TOTAL_BYTES = 512, 512 << 20
@@ -270,10 +271,10 @@ def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles, named: 
 
 
 def named_ids(paths: Sequence[Path]) -> dict[int, str]:
-    """Return class names by id from ``classes.txt`` files; 0 and ``IGNORE`` need no name.
+    """Return class names by id from ``classes.txt`` files; 0 and ``IGNORE`` are no classes.
 
     Raises:
-        ValueError: no UTF-8, a line that is no id and name, or an id of two names.
+        ValueError: no UTF-8, a line that is no id and name, a class of id ``IGNORE``, or an id of two names.
     """
     named: dict[int, str] = {}
     for path in paths:
@@ -290,6 +291,14 @@ def named_ids(paths: Sequence[Path]) -> dict[int, str]:
                     f"{path} line {number}: expected an id of 0..{IGNORE} and a name, as `1 tumour`; got {line!r}"
                 )
             value, name = int(match[1]), printable_name(match[2])
+            if value == IGNORE and not IGNORED_CLASS.match(name):
+                raise ValueError(
+                    f"{path} line {number}: pixels of value {IGNORE} are ignored, so that {name!r} cannot be learned: "
+                    f"give it another id; if the masks hold 0 and {IGNORE} only, leave the line out and name the class "
+                    f'with --class-map "foreground={name}"'
+                )
+            if value == 0 and name.casefold() != BACKGROUND:
+                logger.warning("%s line %d: 0 is the background: %s is not learned", path, number, name)
             if value not in (0, IGNORE) and named.setdefault(value, name) != name:
                 raise ValueError(
                     f"{path} line {number}: id {value} is {name!r} here and {named[value]!r} before; keep one"

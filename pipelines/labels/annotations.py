@@ -7,6 +7,7 @@ the loss must not look.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections import Counter
@@ -57,6 +58,7 @@ class SlideAnnotations:
         unlabelled: slides without an annotation file; they take no part.
         site: by slide id, of slides whose site is known.
         box: left, top, right and bottom of all that is drawn, by slide id, in the coordinates of the file.
+        digest: of the bytes of all files in ``paths``: another one where something is drawn anew.
     """
 
     classes: tuple[str, ...]
@@ -69,6 +71,7 @@ class SlideAnnotations:
     unlabelled: tuple[str, ...] = ()
     site: Mapping[str, str] = field(default_factory=dict)
     box: Mapping[str, Box] = field(default_factory=dict)
+    digest: str = ""
     _cache: AnnotationCache = field(default_factory=AnnotationCache, repr=False, compare=False)
 
     def read_mask(
@@ -172,12 +175,12 @@ def read_annotations(
     255 among others is "ignore", as are classes named ``ignore...`` or ``exclude...``. ``class_map`` gives the names.
 
     Args:
-        known: classes of a model that the annotations are compared with, which may lack some of them; None: a training
-            learns what is drawn.
+        known: classes of a model that the annotations are compared with, which may lack some or all of them; None: a
+            training learns what is drawn.
 
     Raises:
-        ValueError: no file can be read, nothing is drawn in any of them, ids without a name, or a class map that lists
-            what is not drawn.
+        ValueError: no file can be read, nothing is drawn in any of them to learn, ids without a name, or a class map
+            that lists what is not drawn.
     """
     cache = AnnotationCache()
     slides = sorted(files.path)
@@ -192,6 +195,7 @@ def read_annotations(
     boxes = {slide: content.box for slide, content in contents.items() if content.box is not None}
     hidden = {slide: content.hidden for slide, content in contents.items() if content.hidden}
     without_area = sum(content.without_area for content in contents.values())
+    digests = "".join(f"{slide} {content.digest}\n" for slide, content in contents.items())
     if len(failed) == len(slides):
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
     numbered = {value: f"class_{value}" for value in range(1, IGNORE)}
@@ -202,7 +206,7 @@ def read_annotations(
     mask_names = {value: class_map.learned(mask_names[value]) for value in sorted(mask_names)}
     drawn = sorted(set(map(class_map.learned, names)))
     classes = (BACKGROUND, *filter(is_learned, dict.fromkeys([*mask_names.values(), *drawn])))
-    if not 2 <= len(classes) < IGNORE:
+    if not (2 if known is None else 1) <= len(classes) < IGNORE:
         raise ValueError(
             f"{files.source}: the {len(slides) - len(failed)} files that can be read must draw between 1 and "
             f"{IGNORE - 2} classes; they draw {len(classes) - 1}"
@@ -223,14 +227,16 @@ def read_annotations(
         unlabelled,
         {slide: name for slide, name in (site or {}).items() if slide in files.path and slide not in failed},
         boxes,
+        hashlib.blake2b(digests.encode(), digest_size=16).hexdigest(),
         cache,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """Content of a file."""
+    """Content of a file, and a digest of its bytes."""
 
+    digest: str
     names: set[str]
     visible: set[str]
     without_area: int = 0
@@ -244,35 +250,37 @@ def _contents(cache: AnnotationCache, path: Path, class_map: ClassMap) -> _Conte
     try:
         with damaged_is_slide_error(path):
             annotation = cache.get(path)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "blake2b").hexdigest()
             if isinstance(annotation, PolygonSet):
                 if len(annotation.classes) >= IGNORE:
                     raise SlideError(f"annotation {path} draws {len(annotation.classes)} classes, above {IGNORE - 2}")
-                return _of_drawing(annotation, class_map)
+                return _of_drawing(annotation, class_map, digest)
             values = annotation.values()
             if annotation.names:
                 names = {printable_name(annotation.names[value]) for value in values - {0}}
-                return _Content(names, set(map(class_map.learned, names)))
+                return _Content(digest, names, set(map(class_map.learned, names)))
             if odd := [value for value in sorted(values) if not 0 <= value <= IGNORE]:
                 raise SlideError(f"mask {path} has the value {odd[0]}; class ids are 0 to {IGNORE}. Is it a mask?")
-            return _Content(set(), set(), values=values)
+            return _Content(digest, set(), set(), values=values)
     except SlideError as fault:
         return fault
 
 
-def _of_drawing(drawing: PolygonSet, class_map: ClassMap) -> _Content:
+def _of_drawing(drawing: PolygonSet, class_map: ClassMap, digest: str) -> _Content:
     learned = list(map(class_map.learned, drawing.classes))
     number = {name: k for k, name in enumerate(dict.fromkeys(learned))}
     group = np.array([number[name] for name in learned], np.int32)[drawing.polygon_class]
     without_area = sum(drawing.left_out.values())
     if not len(group):
-        return _Content(set(), set(), without_area)
+        return _Content(digest, set(), set(), without_area)
     covered = painted_over(drawing, group)
     box = (*drawing.box[:, :2].min(axis=0).tolist(), *drawing.box[:, 2:].max(axis=0).tolist())
     seen = ~covered & (areas_within(drawing, *box) > 0)
     names = list(number)
     hidden = Counter(names[k] for k in group[covered].tolist() if is_learned(names[k]))
     visible = {names[k] for k in np.unique(group[seen]).tolist()}
-    return _Content(set(drawing.classes), visible, without_area, box=box, hidden=hidden)
+    return _Content(digest, set(drawing.classes), visible, without_area, box=box, hidden=hidden)
 
 
 def _log_hidden(source: str, hidden: Mapping[str, Counter[str]], unseen: Sequence[str]) -> None:

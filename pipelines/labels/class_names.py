@@ -65,28 +65,32 @@ def positive_class(classes: Sequence[str], named: str | None = None) -> int | No
 NUMBER = re.compile(r"[+-]?([0-9]+[.,]?[0-9]*|[.,][0-9]+)")
 
 
-def check_spellings(names: Iterable[str], source: str) -> None:
-    """Refuse names that are one class written in several ways, as 0 and 0.0 or Tumor and tumor.
+def check_spellings(names: Iterable[str], source: str, what: str = "classes") -> None:
+    """Refuse names that are one class, patient or site written in several ways, as Tumor and tumor.
+
+    Args:
+        what: the names are. Of classes alone 0 and 0.0 are one: patients 1.1 and 1.10 are two.
 
     Raises:
-        ValueError: there are such names; lists them with the ``--class-map`` that joins them.
+        ValueError: there are such names; lists them, classes with the ``--class-map`` that joins them.
     """
     spellings: defaultdict[str | Decimal, list[str]] = defaultdict(list)
-    for name in sorted(names):
-        spellings[_spelling_key(name)].append(name)
+    for name in sorted(set(names)):
+        spellings[_spelling_key(name, what == "classes")].append(name)
     several = [written for written in spellings.values() if len(written) > 1]
     if several:
         entries = [f'"{other}={kept}"' for kept, *others in several for other in others]
+        joined = f", or join them with --class-map {' '.join(entries)}" if what == "classes" else " in --labels"
         raise ValueError(
-            f"{source}: classes written in several ways: "
+            f"{source}: {what} written in several ways: "
             + shown([" and ".join(map(repr, written)) for written in several])
-            + f"\nCorrect the names, or join them with --class-map {' '.join(entries)}"
+            + f"\nCorrect the names{joined}"
         )
 
 
-def _spelling_key(name: str) -> str | Decimal:
-    """Return a value that all spellings of a class have in common; a decimal comma is what a German Excel writes."""
-    if NUMBER.fullmatch(name):
+def _spelling_key(name: str, is_class: bool) -> str | Decimal:
+    """Return a value that all spellings of a name have in common; a decimal comma is what a German Excel writes."""
+    if is_class and NUMBER.fullmatch(name):
         return Decimal(name.replace(",", "."))
     return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
 
@@ -107,13 +111,16 @@ class ClassMap:
         """Return the map of entries like ``Tumor=tumour``.
 
         Raises:
-            ValueError: an entry has no "=" or an empty side, or a name is listed twice.
+            ValueError: an entry has no "=", several, or an empty side, or a name is listed twice.
         """
         names: dict[str, str] = {}
         for entry in entries:
             drawn, equals, learned = (part.strip() for part in entry.partition("="))
-            if not (drawn and equals and learned):
-                raise ValueError(f"--class-map entries are DRAWN=LEARNED, as Necrosis=ignore; got {entry!r}")
+            if not (drawn and equals and learned) or "=" in learned:
+                raise ValueError(
+                    "--class-map entries are DRAWN=LEARNED, as Necrosis=ignore, and in a YAML file a list of them, as "
+                    f"class_map: [Tumor=tumour, Necrosis=ignore]; got {entry!r}"
+                )
             if names.setdefault(drawn, learned) != learned:
                 raise ValueError(f"--class-map has {drawn!r} as {names[drawn]!r} and as {learned!r}; keep one")
         return cls(names)

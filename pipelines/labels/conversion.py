@@ -8,6 +8,7 @@ mask's ids are in the ``classes.txt`` of its folder, which is made or extended; 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -227,7 +228,7 @@ def write_areas(drawing: PolygonSet, path: Path, slide: Slide | None) -> None:
 
 def _counted_from(origin: Origin, drawing: PolygonSet, slide: Slide | None) -> PolygonSet:
     if drawing.origin is origin or slide is None:
-        return drawing.moved(0, 0, origin)
+        return dataclasses.replace(drawing, origin=origin)
     sign = 1 if drawing.origin is Origin.BOUNDS else -1
     return drawing.moved(sign * slide.bounds.l0_x, sign * slide.bounds.l0_y, origin)
 

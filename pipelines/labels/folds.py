@@ -190,16 +190,15 @@ def read_split_file(
             two splits, slides that are not there or have no split, a patient on two sides, nothing to train on.
     """
     named = list(_of_folds(path, fold) if path.suffix.lower() == ".json" else _of_table(path, fold))
-    names, known = SlideNames(patient), SlideNames({*slides, *patient})
+    names = SlideNames({*slides, *patient})
     split: dict[str, str] = {}
     faults: list[str] = []
     unknown: dict[str, None] = {}
     for name, part in named:
         slide = names.match(name) or names.match(name.removesuffix(".0"))  # a column with gaps is float to pandas
         if slide is None:
-            if known.match(name) is None:
-                unknown[name] = None
-        elif split.setdefault(slide, part) != part:
+            unknown[name] = None
+        elif slide in patient and split.setdefault(slide, part) != part:
             faults.append(f"slide {slide!r} is in {split[slide]} and in {part}; keep one")
     missing = sorted(set(patient) - set(split))
     if unknown:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
-from pipelines.catalog.table import LABELS_FILE, MISSING, Table, listed, read_table, shown, warn_of
+from pipelines.catalog.table import LABELS_FILE, MISSING, Table, listed, original, read_table, shown, warn_of
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spellings, known_patients
@@ -72,7 +72,8 @@ def find_labels(
     classes of all of them. Patients that no table names are looked for in the slides' names by ``known_patients``.
 
     Raises:
-        ValueError: none of them, all faults of the one that was found, or a class that is written in several ways.
+        ValueError: none of them, all faults of the one that was found, or a class, a patient or a site that is written
+            in several ways.
     """
     truth: SlideLabels | SlideAnnotations | None
     table_path = labels if labels is not None else root / LABELS_FILE
@@ -103,6 +104,8 @@ def find_labels(
             )
         )
     check_spellings(truth.classes, truth.source)
+    check_spellings(truth.patient.values(), truth.source, "patients")
+    check_spellings(truth.site.values(), truth.source, "sites")
     return truth
 
 
@@ -163,8 +166,8 @@ def _labels_from_table(
             faults.append(
                 f"line {row.line}: slide {slide!r} is {row['label']!r} here and {name_of[slide]!r} before; keep one"
             )
-    patients, patient_faults = _named(table, ids, "patient")
-    sites, site_faults = _named(table, ids, "site")
+    patients, patient_faults = values_by_slide(table, ids, "patient")
+    sites, site_faults = values_by_slide(table, ids, "site")
     faults += patient_faults + site_faults
     if not name_of and not faults:
         faults.append(
@@ -176,7 +179,7 @@ def _labels_from_table(
     if faults:
         raise ValueError(f"labels {table.path}: {shown(faults)}")
     patients = known_patients(sorted(ids), patients, pattern)
-    class_map.check({row["label"] for row in table.rows})
+    class_map.check({row["label"] for row in table.rows} - {""})
     name_of = _mapped(name_of, class_map, f"labels {table.path}")
     return _labels(name_of, patients, specs, str(table.path), unknown, sites)
 
@@ -249,19 +252,19 @@ def _patients_and_sites(
     ids = {spec.slide_id for spec in specs}
     if table is None:
         return known_patients(sorted(ids), {}, pattern), {}
-    named, faults = _named(table, ids, "patient")
-    sites, site_faults = _named(table, ids, "site")
+    named, faults = values_by_slide(table, ids, "patient")
+    sites, site_faults = values_by_slide(table, ids, "site")
     if faults + site_faults:
         raise ValueError(f"labels {table.path}: {shown(faults + site_faults)}")
     return known_patients(sorted(ids), named, pattern), sites
 
 
-def _named(table: Table, ids: set[str], role: str) -> tuple[dict[str, str], list[str]]:
-    """Values of a column for the slides of ``ids``, without blanks, and contradictions."""
+def values_by_slide(table: Table, ids: set[str], role: str) -> tuple[dict[str, str], list[str]]:
+    """Return the values of a column, without blanks, by slide of ``ids``; and a line for each slide that has two."""
     named: defaultdict[str, set[str]] = defaultdict(set)
     names = SlideNames(ids)
     for row in table.rows:
-        slide = names.match(row["slide"])
+        slide = names.match(original(row["slide"]))
         if slide is not None and row[role]:
             named[slide].add(row[role])
     faults = [f"slide {s!r} has two {role}s: {', '.join(sorted(v))}; keep one" for s, v in named.items() if len(v) > 1]

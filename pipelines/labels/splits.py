@@ -72,9 +72,12 @@ class Splits:
             write_rows(file, [["slide", *(name for name, _ in columns)], *rows])
 
 
-def load_split(path: Path, patient: Mapping[str, str]) -> dict[str, str]:
+def load_split(path: Path, patient: Mapping[str, str], *, begun: bool = False) -> dict[str, str]:
     """Return the split by slide id of the file that a run wrote, or a user put in its place, with columns slide and
     split: of exactly the slides of ``patient``, those of the run. Slides that only the file knows are logged.
+
+    Args:
+        begun: the run has a checkpoint, and trains on no other slides than before.
 
     Raises:
         ValueError: all faults of the file: an unknown split, a slide in two, a slide of the run that the file lacks (it
@@ -99,8 +102,9 @@ def load_split(path: Path, patient: Mapping[str, str]) -> dict[str, str]:
         elif split.setdefault(slide, name) != name:
             faults.append(f"line {row.line}: slide {slide!r} is in {split[slide]} and in {name}; keep one line")
     if missing:
-        lacking = listed(sorted(missing))
-        faults.append(f"slides without a line: {lacking}; add a line for each, or delete the file to split anew")
+        added = "they were added since the run began: take them out, or begin another run with another --out"
+        remedy = added if begun else "add a line for each, or delete the file to split anew"
+        faults.append(f"slides without a line: {listed(sorted(missing))}; {remedy}")
     refuse_faults(f"split file {path}", faults, split, patient)
     if foreign:
         logger.warning("%s: left out, not among the slides of this run: %s", path, listed(foreign))
@@ -143,17 +147,10 @@ def fixed_splits(
     Raises:
         ValueError: a patient is on two sides, or no slide is in train.
     """
-    if both := split_twice(split, patient):
-        raise ValueError(
-            f"folders of splits: patients with slides in two of them: {listed(both)}; put all of a patient in one"
-        )
-    train = {slide: patient[slide] for slide, name in split.items() if name == "train"}
-    if not train:
-        raise ValueError(
-            f"folders of splits: no usable slide is in train; got {', '.join(sorted(set(split.values())))}"
-        )
+    refuse_faults("folders of splits", [], split, patient)
     if "val" in split.values():
         return dict(split)
+    train = {slide: patient[slide] for slide, name in split.items() if name == "train"}
     labels = {slide: label[slide] for slide in train} if label else None
     return {**split, **make_splits(train, labels, validation=validation, seed=seed)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # a process id is that of one host
     try:
         yield temporary
         os.replace(temporary, path)

@@ -122,7 +122,8 @@ class TileIterator(Closing):
         Raises:
             ValueError: the state belongs to a stream with other settings; names them.
         """
-        saved, ours = state["stream"], self._fingerprint()
+        ours = self._fingerprint()
+        saved = {"annotations": ours.get("annotations")} | state["stream"]  # earlier versions recorded none
         differing = [
             f"{key} was {saved.get(key, 'not set')}, now {ours.get(key, 'not set')}"
             for key in sorted({*saved, *ours})

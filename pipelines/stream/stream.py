@@ -291,6 +291,7 @@ class TileStream:
             **({} if self.bag is None else {"bag": self.bag}),
             "weights": "no" if self.weights is None else _digest(self.weights),
             "target": "none" if self.target is None else self.target.fingerprint(),
+            **({"annotations": self.target.annotations.digest} if isinstance(self.target, Masks) else {}),
             "global_batch": self.global_batch,
         }
         varied = asdict(self.augmentation) if self.augmentation.augment != "none" else {"augment": "none"}

@@ -57,7 +57,6 @@ class PlannedSlide:
     """One slide before it is drawn. ``label`` is empty for `segment`."""
 
     slide_id: str
-    number: int
     label: str
     patient: str
 
@@ -75,7 +74,7 @@ def planned(collection: Collection) -> list[PlannedSlide]:
         for _ in range(int(rng.integers(1, 3))):
             for which, label in enumerate(classes):
                 number, patient = len(slides), f"patient_{2 * pair + which:04d}"
-                slides.append(PlannedSlide(f"slide_{number:04d}", number, label, patient))
+                slides.append(PlannedSlide(f"slide_{number:04d}", label, patient))
         pair += 1
     return slides[: collection.slides]
 
@@ -90,9 +89,9 @@ def make_collection(collection: Collection, out: Path, *, workers: int, report: 
     try:
         plan = planned(collection)
         _claim(collection, plan, out)
-        todo = [slide for slide in plan if not (out / f"{slide.slide_id}.tif").exists()]
-        for slide in todo:
-            slide_seed = int(cell_rng(collection.seed, 0x51D3, slide.number).integers(1 << 31))
+        todo = [(number, slide) for number, slide in enumerate(plan) if not (out / f"{slide.slide_id}.tif").exists()]
+        for number, slide in todo:
+            slide_seed = int(cell_rng(collection.seed, 0x51D3, number).integers(1 << 31))
             size, arrangement = Size(collection.size, collection.size), CLASSES.get(slide.label, Arrangement(0.8))
             facts = {"made by": "megatile app.synth", "drawing": DRAWING, "task": collection.task}
             path = out / f"{slide.slide_id}.tif"
@@ -101,7 +100,7 @@ def make_collection(collection: Collection, out: Path, *, workers: int, report: 
                 path,
                 out / "annotations" / path.name if collection.task == "segment" else None,
                 mpp=collection.mpp,
-                description=json.dumps({**facts, "seed": collection.seed, "number": slide.number}),
+                description=json.dumps({**facts, "seed": collection.seed, "number": number}),
                 workers=workers,
                 progress=functools.partial(report, slide.slide_id),
             )
@@ -130,8 +129,8 @@ def _claim(collection: Collection, plan: list[PlannedSlide], out: Path) -> None:
             raise ValueError(
                 f"{out} holds other artificial slides ({'; '.join(other)}). Choose another folder or remove them"
             )
-        if before["slides"] > collection.slides:
-            return  # fewer are asked for than are there: all of them stay, and so do their tables
+        if before["slides"] >= collection.slides:
+            return  # no more are asked for than are there: they stay, and so do their tables, edited or not
     else:
         files = [out / "labels.csv", *(out / f"{slide.slide_id}.tif" for slide in plan)]
         if there := [path for path in files if path.exists()]:
@@ -166,7 +165,7 @@ def paint(
         progress: called with rows of blocks done and to do.
 
     Raises:
-        OSError: the disk is full or the folder not writable; neither file is left behind.
+        OSError: the disk is full or the folder not writable; there is no slide then, but its mask may be there.
     """
     width, height = scene.size.width, scene.size.height
     with ExitStack() as opened:
@@ -184,8 +183,8 @@ def paint(
         glands = np.empty(band.shape[:2], np.uint8)
 
         def draw(place: tuple[int, int]) -> None:
-            block, columns = scene.draw(*place), np.s_[:, place[0] * BLOCK : (place[0] + 1) * BLOCK]
-            band[columns], glands[columns] = block.pixels, block.mask
+            columns = np.s_[:, place[0] * BLOCK : (place[0] + 1) * BLOCK]
+            band[columns], glands[columns] = scene.draw(*place)
 
         for row in range(scene.rows):
             list(threads.map(draw, ((column, row) for column in range(scene.columns))))

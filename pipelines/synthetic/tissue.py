@@ -77,14 +77,6 @@ class Arrangement:
         return glands
 
 
-@dataclass(frozen=True)
-class DrawnBlock:
-    """RGB uint8 (BLOCK, BLOCK, 3) and class ids uint8 (BLOCK, BLOCK)."""
-
-    pixels: Image
-    mask: Image
-
-
 class Scene:
     """Draws one slide; holds its stroma and stamps in the slide's colours, about 25 MB. Safe in many threads.
 
@@ -114,8 +106,9 @@ class Scene:
         density = haematoxylin[..., None] * self._dyes[0] + eosin[..., None] * self._dyes[1]
         return np.asarray(255 * np.exp(-density), np.float32)
 
-    def draw(self, column: int, row: int) -> DrawnBlock:
-        """Return the block with its top left at (column, row) times ``BLOCK``; whole even where it leaves the slide."""
+    def draw(self, column: int, row: int) -> tuple[Image, Image]:
+        """Return pixels, RGB uint8 (BLOCK, BLOCK, 3), and class ids, uint8 (BLOCK, BLOCK), of the block with its top
+        left at (column, row) times ``BLOCK``; whole even where it leaves the slide."""
         l0_x, l0_y = column * BLOCK, row * BLOCK
         x, y = (l0_x + self._shift[0]) % PERIOD, (l0_y + self._shift[1]) % PERIOD
         pixels, mask = self._stroma[y : y + BLOCK, x : x + BLOCK].copy(), np.zeros((BLOCK, BLOCK), np.uint8)
@@ -129,7 +122,7 @@ class Scene:
             fibres = np.clip((200.0 - pixels[..., 1].astype(np.float32)) * 0.12, -_EDGE, _EDGE)  # reach out farther
             tissue = np.clip((depth + fibres) / _EDGE + 0.5, 0, 1)[..., None]
             pixels = np.rint(self.glass + tissue * (pixels - self.glass.astype(np.float32))).astype(np.uint8)
-        return DrawnBlock(pixels, mask)
+        return pixels, mask
 
     def glands(self, l0_x: int, l0_y: int, size: int) -> list[Gland]:
         """Return glands that a square of ``size`` px may show: those whose centre lies in it or near enough."""

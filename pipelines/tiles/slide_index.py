@@ -303,6 +303,6 @@ def _why_none(tissue: TissueMask, damaged: float, most: float, settings: IndexSe
             "keeps every tile; a blank slide can stay where it is: it is left out"
         )
     return (
-        f"no tile has {settings.min_tissue:.0%} tissue: the fullest has {most:.2%}, the slide {tissue.share:.2%} "
+        f"no tile has {settings.min_tissue:.2%} tissue: the fullest has {most:.2%}, the slide {tissue.share:.2%} "
         f"({tissue.found}); --min-tissue {math.floor(most * 1e4) / 1e4:g} keeps that tile, as may a smaller --tile"
     )

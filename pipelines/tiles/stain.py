@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines import Rare
-from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.catalog import SlideNames, SlideSpec
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import map_isolated
 from pipelines.catalog.table import FailedSlides, counted
@@ -239,14 +239,15 @@ class StainFits:
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def target(self, slide_id: str) -> StainFit:
-        """Return what slides are made to look like: the slide of that id, or, without one, the published reference.
+        """Return what slides are made to look like: the slide of that name, or, without one, the published reference.
 
         Raises:
             ValueError: there is no such slide, or it has no fit.
         """
         if not slide_id:
             return PUBLISHED[self.method]
-        fit = self.fits.get(slide_id, "no slide of --slides that takes part has this name")
+        matched = SlideNames(self.fits).match(slide_id) or slide_id
+        fit = self.fits.get(matched, "no slide of --slides that takes part has this name")
         if isinstance(fit, str):
             raise ValueError(f"--stain-target {slide_id} cannot be the target: {fit}; name another slide")
         return fit

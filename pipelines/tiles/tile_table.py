@@ -26,8 +26,8 @@ from pipelines.slides.geometry import Region
 from pipelines.slides.whole_files import replacing
 from pipelines.tiles.tiling import IndexSettings, check_settings
 
-FORMAT, RETIRED = 1, frozenset({"sharpness", "blurred", "pen_mm2"})
-"""Of the Parquet file, raised when an older one cannot be read; figures of a slide in older files, not used."""
+FORMAT = 1
+"""Of the Parquet file, raised when an older one cannot be read."""
 
 _METADATA_KEY = b"megatile"
 
@@ -251,8 +251,8 @@ class TileTable:
 
 
 def _made(kind: type[Row], values: dict[str, Any]) -> Row:
-    """A ``kind`` of ``values``, each of the type that its field has; older files have figures of quality, too."""
-    made = kind(**{name: value for name, value in values.items() if name not in RETIRED})
+    """A ``kind`` of ``values``, each of the type that its field has."""
+    made = kind(**values)
     for field in fields(made):
         value, wanted = getattr(made, field.name), str(field.type).split(" | ")
         if type(value).__name__.replace("NoneType", "None") not in wanted and not (

@@ -154,10 +154,13 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
         fractions = tissue_fractions(tissue, grid)
         row, column = np.nonzero(fractions >= settings.least_tissue)
         if not len(row):
+            least, decides = "any", ""  # of a segmenter
+            if settings.least_tissue >= 1e-4:
+                least = f"{settings.least_tissue:.2%}"
+                decides = ". --min-tissue of the run that made the checkpoint decides which windows count"
             raise SlideError(
-                f"{spec.path}: no window has {settings.least_tissue:.0%} tissue ({tissue.share:.2%} of the slide is "
-                f"tissue; {tissue.found}): a blank slide, or one whose tissue was not found. --min-tissue of the run "
-                "that made the checkpoint decides which windows count"
+                f"{spec.path}: no window has {least} tissue ({tissue.share:.2%} of the slide is tissue; "
+                f"{tissue.found}): a blank slide, or one whose tissue was not found{decides}"
             )
         bad, fault = find_unreadable_tiles(slide, grid, row, column, settings.mpp, spec.scene)
         row, column = row[~bad], column[~bad]

@@ -14,6 +14,7 @@ from app.checks.slides import check_backends, check_slide, check_slides
 from app.doctor import check_run_folder, check_versions, main
 from pipelines.backends.registry import BACKENDS
 from pipelines.catalog.catalog import SlideSpec
+from pipelines.slides.slide import SlideError
 from tests.helpers.dying_slide import DyingSpec
 from tests.helpers.real import SVS
 from tests.helpers.two_scenes import write_two_scenes
@@ -67,6 +68,15 @@ def test_scenes_are_refused_until_one_is_chosen_and_the_others_are_listed(tmp_pa
     assert "--scene N" in fault
     check = check_slide(SlideSpec("two", tmp_path / "two.tif", scene=1))
     assert (check.faults, check.width, check.other_images) == ((), 640, ("512 x 512 px",))
+
+
+def test_other_images_that_cannot_be_listed_are_a_fault(monkeypatch):
+    def silent(path, scene):
+        raise SlideError("no answer within 30 s")
+
+    monkeypatch.setattr(slide_check, "other_images", silent)
+    check = check_slide(SlideSpec("cmu", SVS))
+    assert (check.faults, check.backend, check.other_images) == (("no answer within 30 s",), "tiled", ())
 
 
 def test_a_slide_that_ends_its_process_costs_only_itself(in_processes):

@@ -128,5 +128,8 @@ def test_slides_without_mpp_are_indexed_by_a_table(tmp_path):
     assert {source.slide_id: source.mpp for source in table_of(tmp_path).sources} == {"a": 0.5, "b": 0.25}
     (folder / "labels.csv").write_text("slide,mpp\na,0.5\nb.tif,0.25\nc,0.5\n")
     assert "on 3 slides" in index(tmp_path, tile="256").stdout
+    table.write_text("slide,mpp\nA 1,0.5\n")
+    said = index(tmp_path, "--mpp-table", table, tile="256", code=2).stderr
+    assert f"gives the um/px of no slide of {folder}: it names A 1, the slides are a, b, c" in said
     table.write_text("slide,mpp\na,40\n")
     assert "magnification" in index(tmp_path, "--mpp-table", table, tile="256", code=2).stderr

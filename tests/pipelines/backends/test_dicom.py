@@ -1,5 +1,7 @@
 """DICOM series: one slide whatever the number of files, and what OpenSlide would misread is refused by name."""
 
+import contextlib
+import errno
 import shutil
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
 
+from pipelines.backends import dicom_elements, dicom_head
 from pipelines.backends.registry import open_slide
 from pipelines.catalog.catalog import find_slides
 from pipelines.slides.geometry import Region
@@ -160,3 +163,19 @@ def test_a_level_cut_short_is_not_left_out_without_a_word(copy):
     middle.write_bytes(data[: data.index(b"\xe0\x7f\x10\x00") - 4])
     with pytest.raises(SlideError, match=rf"{middle.name} of its series ends before its pixels: cut short"):
         open_slide(path)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "other.dcm"])
+def test_a_file_of_the_folder_that_cannot_be_read(copy, monkeypatch, name):
+    path = found_in(copy)
+    (copy / name).write_bytes(b"closed")
+
+    def is_dicom(file):
+        if file.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return dicom_elements.is_dicom(file)
+
+    monkeypatch.setattr(dicom_head, "is_dicom", is_dicom)
+    refused = pytest.raises(SlideError, match=r"other\.dcm in its folder cannot be read: Permission denied; check")
+    with refused if name == "other.dcm" else contextlib.nullcontext(), open_slide(path) as slide:
+        assert len(slide.levels) == 3

@@ -61,11 +61,13 @@ def test_tiff(tmp_path, kind, dtype):
         check(TiffMask(tmp_path / "m.tif"), VALUES)
 
 
+@pytest.mark.parametrize("photometric", ["minisblack", "miniswhite"])
 @pytest.mark.parametrize("tile", [None, (128, 128)])
-def test_bits(tmp_path, tile):
+def test_bits(tmp_path, caplog, tile, photometric):
     values = VALUES > 1
-    tifffile.imwrite(tmp_path / "m.tif", values, tile=tile, compression="deflate", photometric="minisblack")
+    tifffile.imwrite(tmp_path / "m.tif", values, tile=tile, compression="deflate", photometric=photometric)
     check(open_mask(tmp_path / "m.tif"), values.astype(np.uint8))
+    assert caplog.text.count("class 1 is where the bits of this mask are 1") == (photometric == "miniswhite")
 
 
 def test_only_the_first_level_of_a_pyramid_counts(tmp_path):

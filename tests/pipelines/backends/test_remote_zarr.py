@@ -19,6 +19,7 @@ from pipelines.slides.slide import SlideError, TileReadError, url_path
 from pipelines.tiles.slide_index import index_slide
 from pipelines.tiles.tile_table import SlideFault
 from pipelines.tiles.tiling import IndexSettings
+from tests.helpers.format_files import write_ome_zarr
 from tests.helpers.slide_server import serving
 from tests.helpers.work import result_in_child
 from tests.pipelines.backends.test_slides import pyramid, write_pyramid_zarr
@@ -75,18 +76,37 @@ def test_shards_are_read_in_ranges_or_not_at_all(server):
             slide.read(Region(0, 0, 64, 64, 0.5))
 
 
-def test_s3(server, written, monkeypatch):
-    shutil.copytree(written["0.4"], server.folder / "bucket" / "a.ome.zarr")
+@pytest.fixture
+def s3(server, monkeypatch):
+    """The server as S3, its folders as buckets."""
     keys = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
     for name, value in {"AWS_ENDPOINT_URL": server.url, **keys}.items():
         monkeypatch.setenv(name, value)
-    with open_slide(url_path("s3://bucket/a.ome.zarr")) as slide:
+    return "s3:/"
+
+
+def test_s3(server, s3, written):
+    shutil.copytree(written["0.4"], server.folder / "bucket" / "a.ome.zarr")
+    with open_slide(url_path(f"{s3}/bucket/a.ome.zarr")) as slide:
         np.testing.assert_array_equal(read_all(slide), pyramid()[0])
         (server.folder / "bucket" / "a.ome.zarr" / "0" / "0.1.1").unlink()
         with pytest.raises(TileReadError, match=r"chunk 0\.1\.1 is not in the store"):
             read_all(slide)
     with pytest.raises(SlideError, match=r"none of zarr\.json.*check the URL"):
-        open_slide(url_path("s3://bucket/b.ome.zarr"))
+        open_slide(url_path(f"{s3}/bucket/b.ome.zarr"))
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_absent_files_may_be_refused(server, s3, scheme):
+    """Where a bucket may not be listed, the answer is 403: for attributes and chunks that were left out, too."""
+    pixels = pyramid()[0].copy()
+    pixels[:97, :113] = 0  # a chunk of the fill value
+    path = write_ome_zarr(server.folder / "bucket" / "a.ome.zarr", [pixels[::step, ::step] for step in (1, 2, 4)])
+    for key in ("0/.zattrs", "1/.zattrs", "2/.zattrs", "0/0.0.0"):
+        (path / key).unlink(missing_ok=True)
+        server.faults[f"/{key}"] = ("refuse", ALWAYS)
+    with open_slide(url_path(f"{s3 if scheme == 's3' else server.url}/bucket/a.ome.zarr")) as slide:
+        np.testing.assert_array_equal(read_all(slide), pixels)
 
 
 ELSEWHERE = ("to http://localhost:{port}/copy", "to file://", "to http://127.0.0.1:1")

@@ -204,3 +204,11 @@ def test_the_message_says_what_the_file_records(tmp_path, made, words):
         open_slide(path)
     with open_slide(path, mpp=0.25) as slide:
         assert slide.mpp == 0.25
+
+
+def test_entities_of_the_ome_xml_are_decoded(tmp_path):
+    path = tmp_path / "a.ome.tif"
+    write_tiff(path, (SMALL, ome_named(TILES, "A & B"), 10.0), OME_SLIDE, ome=True)
+    assert other_images(path) == ["'A & B' 80 x 64 px"]
+    path.write_bytes(ome(path, "unit: m").read_bytes().replace(b"unit: m", b"&#181;m"))
+    assert read_level0(path)[1] == 0.25

@@ -22,6 +22,7 @@ from pipelines.cache.tile_cache import CacheCounts, CachedSlide, TileCache, open
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
+from pipelines.slides.whole_files import replacing
 from tests.helpers.real import SVS
 
 KIND = CacheSpec(40, 30, 0.5)
@@ -241,7 +242,16 @@ def test_a_full_cache_serves_on_and_takes_no_more(tmp_path):
     with TileCache(tmp_path / "cache", 2 * shard, CacheSpec(40, 30, 1.0)) as cache:
         add(cache, 0, 8)
         assert cache.counts.stored == 0, "tiles of another kind are counted"
+    assert not list((tmp_path / "cache").rglob("*.writing"))
     assert bytes_in(tmp_path / "cache" / KIND.name / "tiles") <= 2 * shard
+
+
+def test_two_hosts_whose_process_ids_are_the_same_write_one_file(tmp_path):
+    path = tmp_path / "zarr.json"
+    with replacing(path) as first, replacing(path) as second:
+        first.write_text("{}")
+        second.write_text("{}")
+    assert [file.name for file in tmp_path.iterdir()] == ["zarr.json"]
 
 
 def test_shards_are_written_and_bounded_without_listing_the_others(tmp_path, monkeypatch):

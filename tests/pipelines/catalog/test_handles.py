@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from app.checks.slides import write_samples
@@ -15,6 +16,7 @@ from pipelines.catalog import handles
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool, SlideState, digest
 from pipelines.slides.slide import SlideError, url_path
+from tests.helpers.dicom_file import write_dicom_slide
 from tests.helpers.real import SVS
 
 
@@ -259,13 +261,25 @@ def test_of_folders_all_files_count_and_of_large_files_little_is_read(tmp_path):
     assert not state.is_of(path, thorough=True)
     chunk.unlink()
     assert not state.is_of(path, thorough=True)
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s.mrxs").write_bytes(b"slide")
-    digests = set()
-    for data in (b"pixels", b"others"):
-        (tmp_path / "s" / "Data0001.dat").write_bytes(data)
-        digests.add(digest(tmp_path / "s.mrxs"))
-    assert len(digests) == 2
     with (tmp_path / "large.svs").open("wb") as file:
         file.truncate(1 << 40)  # sparse
     assert len(digest(tmp_path / "large.svs")) == 32
+
+
+def test_the_other_files_of_a_slide_count(tmp_path):
+    pixels = np.zeros((64, 64, 3), np.uint8)
+    finest, coarser = write_dicom_slide(tmp_path / "dicom", [pixels, pixels[::2, ::2]], encoding="raw", tile=32)
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s.mrxs").write_bytes(b"slide")
+    (tmp_path / "v.vms").write_text("[Virtual Microscope Specimen]\nImageFile=v.jpg\nMacroImage=none.jpg\n")
+    others = (coarser, tmp_path / "s" / "Data0001.dat", tmp_path / "v.jpg")
+    for path, other in zip((finest, tmp_path / "s.mrxs", tmp_path / "v.vms"), others, strict=True):
+        data = other.read_bytes() if other.exists() else b"pixels"
+        digests = set()
+        for last in (0, 1):
+            other.write_bytes(data[:-1] + bytes([last]))
+            digests.add(digest(path))
+        assert len(digests) == 2, path
+    before = digest(finest)
+    write_dicom_slide(tmp_path / "dicom", [pixels], encoding="raw", tile=32)
+    assert digest(finest) == before, "another series in its folder"

@@ -35,12 +35,18 @@ def test_a_worker_serves_many_items_and_does_not_import_the_callers_main():
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_process_that_dies_costs_its_item_only(workers):
-    items = [1, -signal.SIGABRT, 2, -signal.SIGKILL, 13, 3, -signal.SIGTERM]
+    items = [1, -signal.SIGABRT, 2, -signal.SIGKILL, 13, 3, -signal.SIGSEGV]
     results = dict(map_isolated(square, items, workers))
     assert {i: results[i] for i in (1, 2, 3)} == {1: 1, 2: 4, 3: 9}
-    for item, reason in ((-signal.SIGABRT, "SIGABRT"), (13, "exit code 13"), (-signal.SIGTERM, "SIGTERM")):
+    for item, reason in ((-signal.SIGABRT, "SIGABRT"), (13, "exit code 13"), (-signal.SIGSEGV, "SIGSEGV")):
         assert results[item] == WorkerCrashed(reason)
     assert "SIGKILL; the kernel does so when memory runs out" in str(results[-signal.SIGKILL])
+
+
+def test_signals_that_ask_a_run_to_end_cost_no_item():
+    """Launchers send them to all its processes, while the run itself saves and ends in its own time."""
+    items = [-number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
+    assert dict(map_isolated(square, items, 1)) == {item: item * item for item in items}
 
 
 def test_an_item_that_takes_too_long_is_given_up_and_the_others_go_on():

@@ -91,11 +91,12 @@ def test_a_mask_of_the_bounds_lies_on_the_bounds_and_one_of_another_slide_is_nam
         mask_of(found, "a", blank_slide(4000, 2000), Region(0, 0, 5, 5, 0.5))
 
 
-def test_ignored_values_and_named_ids(tmp_path):
+def test_ignored_values_and_named_ids(tmp_path, caplog):
     write_png(tmp_path / "a.png", [[0, 4, 255], [0, 9, 9]])
     (tmp_path / "classes.txt").write_text("# id name\n0 glass\n9: tumour bed\n4\tstroma\n255 ignore\n\n")
     found = annotations_in(tmp_path, "a")
     assert found.classes == ("background", "stroma", "tumour bed")
+    assert "classes.txt line 2: 0 is the background: glass is not learned" in caplog.text
     assert mask_of(found, "a", blank_slide(3, 2), Region(0, 0, 3, 2, 0.5)).tolist() == [[0, 1, 255], [0, 2, 2]]
 
 
@@ -106,6 +107,7 @@ def test_ignored_values_and_named_ids(tmp_path):
         ("1 x\n7 y\n", r"1 x, 7 y, .*\n?.*a\.png has 9"),
         ("tumour\n", r"classes\.txt line 1: expected an id .* got 'tumour'"),
         ("1 x\n1 y\n", r"line 2: id 1 is 'y' here and 'x' before"),
+        ("7 x\n255 y\n", r'line 2: pixels of value 255 are ignored.* --class-map "foreground=y"'),
     ],
 )
 def test_ids_without_a_name(tmp_path, names, words):
@@ -218,7 +220,7 @@ def test_two_files_for_one_slide(tmp_path):
         annotations_in(tmp_path, "a")
 
 
-@pytest.mark.parametrize("where", ["slides", "slides/annotations", "slides/deep", "slides/deep/masks"])
+@pytest.mark.parametrize("where", ["slides", "slides/Annotations", "slides/deep", "slides/deep/masks"])
 @pytest.mark.parametrize("kind", ["geojson", "json", "mask"])
 def test_annotations_beside_the_slides(tmp_path, where, kind):
     root = tmp_path / "slides"
@@ -227,8 +229,8 @@ def test_annotations_beside_the_slides(tmp_path, where, kind):
         write_png(tmp_path / where / "a_mask.png", np.eye(4))
     else:
         write_geojson(tmp_path / where / f"a.{kind}", box(0, 0, 2, 2))
-    if where == "slides" and kind != "geojson":
-        (root / "settings.json").write_text("{}")
+    (root / "predict.json").write_text("{}")  # as app.predict --out slides leaves it
+    write_png(root / "masks" / "a.png", np.eye(4))
     assert find_labels(root, find_slides(root)).paths["a"].parent == tmp_path / where
 
 

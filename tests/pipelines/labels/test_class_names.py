@@ -54,7 +54,7 @@ def test_names_lead_to_one_class_to_the_background_and_out(folder, entries, clas
 def test_a_name_that_nothing_has_and_entries_that_are_no_map_are_refused(folder):
     with pytest.raises(ValueError, match=r"--class-map names tumor, which no label or annotation has.*Tumor"):
         annotations_in(folder, "a", "b", class_map=["tumor=tumour"])
-    for entries in (("Tumor",), ("=x",), ("x=",), ("x=y", "x=z")):
+    for entries in (("Tumor",), ("=x",), ("x=",), ("x=y", "x=z"), ("Tumor=tumour DCIS=tumour",)):
         with pytest.raises(ValueError, match="--class-map"):
             ClassMap.parse(entries)
 

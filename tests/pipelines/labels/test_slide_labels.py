@@ -95,6 +95,25 @@ def test_a_class_written_in_two_ways_is_refused_until_it_is_joined(tmp_path, one
     assert found.label == {"a": 0, "b": 0, "c": 1}
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("slide,label,site\na,x,UKE\nb,y,uke\n", "sites written in several ways: 'UKE' and 'uke'"),
+        ("slide,label,patient\na,x,P1\nb,y,p1\n", "patients written in several ways: 'P1' and 'p1'"),
+        ("slide,label,patient\na,x,tcga-aa-0001\nTCGA-AA-0001-01Z,y,\n", "'TCGA-AA-0001' and 'tcga-aa-0001'"),
+        ("slide,label,patient\na,x,1.1\nb,y,1.10\n", None),
+    ],
+)
+def test_a_patient_or_site_written_in_two_ways_is_refused(tmp_path, text, words):
+    """Such a patient was two, of which one trained and the other validated."""
+    names = "a.svs", "b.svs", "TCGA-AA-0001-01Z.svs"
+    if words is None:
+        assert from_table(tmp_path, text, *names).patient == {"a": "1.1", "b": "1.10"}
+        return
+    with pytest.raises(ValueError, match=words):
+        from_table(tmp_path, text, *names)
+
+
 def test_class_folders_and_annotations_are_mapped_and_checked_like_labels(tmp_path):
     specs = slides(tmp_path, "Tumor/a.svs", "tumor/b.svs", "normal/c.svs", "normal/d.svs", "blur/e.svs")
     with pytest.raises(ValueError, match=r"several ways: 'Tumor' and 'tumor'"):
@@ -125,7 +144,7 @@ def test_terminal_sequences_in_a_table_are_escaped(tmp_path, caplog):
         ("slide,label\na,x\nb,x\nc,x\n", [], ["at least two classes", "all 3 labelled slides of the folder are 'x'"]),
         ("slide,label\na,x\nzz,y\n", [], ["at least two classes are needed; all 1 labelled"]),
         ("slide,label\na,x\nb,y\n", ["y=x"], ["at least two classes are needed"]),
-        ("slide,label\na,x\nb,y\n", ["z=x"], ["--class-map names z, which no label"]),
+        ("slide,label\na,x\nb,y\nc,\n", ["z=x"], ["--class-map names z, which no label", "classes are x, y. "]),
         ("slide,label\nd,x\ne,y\n", [], ["no line names a slide of the folder", "d, e", "a, b, c"]),
         ("name,label\na,x\n", [], ["lacks a column (slide: slide or slide_id or image or filename)", "name, label"]),
         ("slide,grade\na,x\n", [], ["lacks a column (label: label or class or type)", "slide, grade"]),

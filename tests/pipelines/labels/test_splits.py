@@ -166,8 +166,8 @@ def test_given_splits_stay_and_validation_is_drawn_from_train_without_a_folder_o
     assert slides_in(found, "test") == ("s0", "s1")
     assert (len(slides_in(found, "val")), len(slides_in(found, "train"))) == (2, 6)
     for given, patient, words in (
-        ({"a": "train", "b": "val"}, {"a": "p", "b": "p"}, "patients with slides in two of them: p; put all"),
-        ({"a": "test", "b": "val"}, {"a": "a", "b": "b"}, "no usable slide is in train; got test, val"),
+        ({"a": "train", "b": "val"}, {"a": "p", "b": "p"}, "folders of splits: patient 'p' is on two sides"),
+        ({"a": "test", "b": "val"}, {"a": "a", "b": "b"}, "folders of splits: no slide is in train"),
     ):
         with pytest.raises(ValueError, match=words):
             fixed_splits(given, patient, {}, validation=0.2, seed=0)

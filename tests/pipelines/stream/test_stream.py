@@ -18,6 +18,7 @@ from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
 from pipelines.tiles.tile_table import TileTable
 from pipelines.tiles.tiling import IndexSettings
+from tests.helpers.drawings import annotations_in, box, write_geojson
 from tests.helpers.real import PYRAMID_TIFF, SVS
 from tests.helpers.tiles import TILE, memory_specs, pool_of, tile_table
 
@@ -172,6 +173,20 @@ def test_a_state_of_other_settings_is_refused_with_the_key_named(other, key):
     with pytest.raises(ValueError, match=f"cannot go on from the saved state.*{key}"):
         iter(other).set_state(state)
     iter(stream_of().shard(range(2)).prefetch(threads=3, max_bytes=7)).set_state(state)  # ranks and threads may change
+
+
+def test_a_state_of_other_drawings_is_refused(tmp_path):
+    """A run once went on with annotations that were drawn anew under the names of before."""
+    streams = []
+    for left in (10, 20):
+        write_geojson(tmp_path / "s0.geojson", box(left, 10, 50, 50, "gland"))
+        streams.append(stream_of().mask(annotations_in(tmp_path, "s0")))
+    state = iter(streams[0]).get_state()
+    iter(streams[0]).set_state(state)
+    with pytest.raises(ValueError, match=r"cannot go on from the saved state.*annotations was"):
+        iter(streams[1]).set_state(state)
+    del state["stream"]["annotations"]  # of a run that did not record it
+    iter(streams[1]).set_state(state)
 
 
 @pytest.mark.parametrize("sample", ["tiles", "class", "slide"])

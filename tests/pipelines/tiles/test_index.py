@@ -20,6 +20,7 @@ from pipelines.tiles import index
 from pipelines.tiles.index import build_index, with_index_state
 from pipelines.tiles.tile_table import IndexPart, TileTable
 from pipelines.tiles.tiling import IndexSettings
+from pipelines.tiles.windows import WindowSettings, find_windows
 from tests.helpers.real import DICOM, NDPI, PYRAMID_TIFF, SVS
 
 SETTINGS = IndexSettings(tile=512)
@@ -165,7 +166,7 @@ def test_all_bad_is_an_error_that_lists_them(tmp_path):
             {"tile": 2048, "min_tissue": 1.0},
             "out",
             SlideError,
-            r"fullest has \d\d.\d+%, the slide 37.\d+%",
+            r"no tile has 100\.00% tissue: the fullest has \d\d.\d+%, the slide 37.\d+%",
         ),
         ({"svs": SVS}, {}, "file/out", NotADirectoryError, "Not a directory"),
     ],
@@ -174,6 +175,12 @@ def test_what_cannot_be_indexed_says_why(tmp_path, paths, changes, out, error, w
     (tmp_path / "file").write_text("")
     with pytest.raises(error, match=words):
         build(specs_of(**paths), tmp_path / out, replace(SETTINGS, **changes))
+
+
+@pytest.mark.parametrize(("least", "words"), [(1e-6, "any tissue .*not found$"), (0.25, "25.00% tissue .*--min-tis")])
+def test_a_blank_slide_has_no_windows(tmp_path, least, words):
+    with pytest.raises(SlideError, match="no window has " + words):
+        find_windows(blank(tmp_path / "blank.png"), WindowSettings(512, 0.5, 1, 384, least, 8.0), 1)
 
 
 def test_an_index_is_reused_and_other_settings_are_refused(tmp_path):

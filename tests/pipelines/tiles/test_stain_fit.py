@@ -121,7 +121,7 @@ def test_fits_of_a_folder_are_kept_and_slides_without_are_named_once(tmp_path):
     assert again.fits["stained"] == StainFit("macenko", (0.5, *fits.fits["stained"].numbers[1:])), "it was not kept"
     assert FailedSlides(out / "failed_slides.csv").rows() == failed
     assert again.target("") == PUBLISHED["macenko"]
-    assert again.target("stained") == again.fits["stained"]
+    assert again.target("stained") == again.target("stained.png") == again.fits["stained"]
     with pytest.raises(ValueError, match="stain-target blank cannot be the target: 0 px of its tissue"):
         again.target("blank")
 

@@ -105,13 +105,10 @@ def test_metadata_that_are_no_object(tmp_path, metadata):
         TileTable.load(path)
 
 
-def test_an_index_with_figures_of_quality_is_read(tmp_path):
+def test_an_index_that_was_not_made_from_files_is_read(tmp_path):
     path = tmp_path / "tiles.parquet"
     table().save(path)
-    figures = {"sharpness": 1.0, "blurred": 0.0, "pen_mm2": None}
-    with_metadata(path, lambda about: about | {"sources": [source | figures for source in about["sources"]]})
-    assert TileTable.load(path).sources == table().sources
-    with_metadata(path, lambda about: about | {"sources": []})  # as of a table that was not made from files
+    with_metadata(path, lambda about: about | {"sources": []})
     assert TileTable.load(path).sources == ()
 
 
