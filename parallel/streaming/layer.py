@@ -63,8 +63,10 @@ class Reading:
         return {storage_of(tensor) for tensor in tensors_of(self.values.get(name))}
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the shape of the value of a node. Raises NotTileable where it is several maps."""
         value = self.of(node)
-        assert isinstance(value, Tensor)
+        if not isinstance(value, Tensor):
+            raise NotTileable("takes several maps as one value")
         return tuple(value.shape)
 
 

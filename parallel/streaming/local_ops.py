@@ -23,29 +23,27 @@ Rules = tuple[Any, Any]
 
 def convolve(patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
     """Return the box of a convolution."""
-    rows, columns = rules
-    stride, dilation = (rows.stride, columns.stride), (rows.dilation, columns.dilation)
-    x, pads = _evenly_padded(patch)
+    x, stride, pads, dilation = _evenly_padded(patch, rules)
     return F.conv2d(x, weight, bias, stride, pads, dilation, groups)
 
 
-def _evenly_padded(patch: Patch) -> tuple[Tensor, tuple[int, int]]:
-    """Return the patch and the rows and columns to pad on both sides: 0 of a padded copy, where they are uneven."""
+def _evenly_padded(patch: Patch, rules: Rules) -> tuple[Tensor, tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Return (patch, stride, rows and columns to pad on both sides, dilation); a padded copy where pads are uneven."""
+    rows, columns = rules
+    stride, dilation = (rows.stride, columns.stride), (rows.dilation, columns.dilation)
     if patch.have == patch.need:
-        return patch.tensor, (0, 0)
+        return patch.tensor, stride, (0, 0), dilation
     (top, bottom), (left, right) = patch.pads
     if top == bottom and left == right:
-        return patch.tensor, (top, left)
-    return F.pad(patch.tensor, (left, right, top, bottom)), (0, 0)
+        return patch.tensor, stride, (top, left), dilation
+    return F.pad(patch.tensor, (left, right, top, bottom)), stride, (0, 0), dilation
 
 
 def convolve_again(
     patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, groups: int, stored: Tensor | None
 ) -> Tensor:
     """Return ``stored``, the box of a convolution, or any numbers; the gradients of ``convolve`` do not need them."""
-    rows, columns = rules
-    stride, dilation = (rows.stride, columns.stride), (rows.dilation, columns.dilation)
-    x, pads = _evenly_padded(patch)
+    x, stride, pads, dilation = _evenly_padded(patch, rules)
     operands = [x, weight, bias]
     device = weight.device.type
     if torch.is_autocast_enabled(device):

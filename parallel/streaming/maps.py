@@ -66,9 +66,6 @@ class Maps:
         """The whole map, which is let go of here."""
         return self._whole.pop(name, None)
 
-    def get(self, name: str) -> Tensor:
-        return self._whole[name]
-
     def write(self, name: str, box: Box, value: Tensor) -> None:
         """Boxes are disjoint."""
         if name not in self._whole:
@@ -84,7 +81,7 @@ class Maps:
 
     def put_zeros(self, name: str, like: Maps) -> None:
         """Put zeros in the form of a map that ``like`` has."""
-        self.put(name, torch.zeros_like(like.get(name)))
+        self.put(name, torch.zeros_like(like._whole[name]))
 
     def empty(self, name: str, box: Box) -> Tensor:
         """Return memory for a box, dense and on the device that computes."""

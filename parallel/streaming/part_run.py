@@ -69,7 +69,7 @@ def run_box(
             split.pop(name, None)
         compute, at_hand = step.operation.compute, None
         if stored is not None and step.live_out:
-            if step.looked_at and step.name in stored:
+            if step.looked_at and step.operation.again and step.name in stored:
                 at_hand = stored.fetch(step.name, box)
             if at_hand is not None or not step.looked_at:
                 compute = step.operation.again or compute
@@ -98,7 +98,7 @@ def fetch_ahead(part: PartPlan, place: tuple[int, int], maps: Maps, gradients: M
     if gradients is None:
         return
     for step in program.steps:
-        if step.live_out and step.looked_at:
+        if step.live_out and step.looked_at and step.operation.again:
             maps.begin(step.name, (rows[step.name], columns[step.name]))
     for name in program.gives:
         if name in part.region.dims:

@@ -180,9 +180,12 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
 
 
 def _refuse_run_by_box(module: nn.Module) -> None:
-    """Refuse hooks, and parameters that count how often they are asked for, as those of a spectral norm."""
+    """Refuse hooks, a forward of the instance, and parameters that count how often they are asked for, as those of a
+    spectral norm."""
     if any(getattr(module, hooks) for hooks in HOOKS):
         raise NotTileable("has hooks, which would run for each box: remove them")
+    if {"forward", "_conv_forward"} & vars(module).keys():
+        raise NotTileable("has a forward of its own on the instance: put it in a class")
     kinds = getattr(module, "parametrizations", {})
     if any(True for name in kinds for _ in kinds[name].buffers()):
         raise NotTileable("has a parameter that changes each time it is computed: take the parametrization away")

@@ -28,7 +28,7 @@ from parallel.streaming.read_node import (
     takes_type_alone,
     updates_statistics,
 )
-from parallel.streaming.read_norm import ADVICE
+from parallel.streaming.read_norm import ADVICE, RUNNING
 from parallel.streaming.region import Forms, Region
 from parallel.trace.known_proxy import as_traced
 from parallel.trace.op_recorder import tensors_of
@@ -76,7 +76,7 @@ def read_region(
     Raises:
         NothingTileable: it would be empty.
         ValueError: it would end at a norm, with what to do about it; not with ``once``. Or what follows it changes in
-            place a map that shares memory with another one of the region.
+            place a map that shares memory with another one of the region, or takes several maps as one value.
     """
     reader = _Reader(model, once, refuse, random if model.training else ())
     with without_data() as fake:
@@ -99,11 +99,7 @@ class _Reader:
     """Region so far, while its nodes are read in order; ``barred``: names that it cannot take."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        once: bool,
-        refuse: Callable[[tuple[int, int]], str | None],
-        random: Collection[str],
+        self, model: nn.Module, once: bool, refuse: Callable[[tuple[int, int]], str | None], random: Collection[str]
     ) -> None:
         self._model, self._once, self._refuse, self._random = model, once, refuse, random
         self._reading = Reading(model, once)
@@ -111,6 +107,7 @@ class _Reader:
         self.operations: dict[str, Operation] = {}
         self.nodes: dict[str, fx.Node] = {}
         self.constants: dict[str, Any] = {}
+        self._updates: dict[Any, tuple[str, ...]] = {}  # last step that updates statistics, by path of the norm
         self.fixed: set[str] = set()
         self.without_rows: set[str] = set()
         self.barred: set[str] = set()
@@ -231,10 +228,13 @@ class _Reader:
         others = tuple(a.name for a in node.all_input_nodes if a.name in self.without_rows)
         before: tuple[str, ...] = ()
         for prior in operation.first:
-            step = name + prior.suffix
+            step, made_of = name + prior.suffix, before
+            if prior.suffix == RUNNING and node.op == "call_module":  # a norm that is called twice counts in order
+                made_of = (*before, *self._updates.get(node.target, ()))
+                self._updates[node.target] = (step,)
             if prior.once:
                 self.fixed.add(step)
-                self.steps.append(Step(step, others=before, global_op=True))
+                self.steps.append(Step(step, others=made_of, global_op=True))
             else:
                 self.steps.append(Step(step, maps, before, sides=sides, sums=True, flops=10.0 * numbers))
             self.without_rows.add(step)
@@ -290,21 +290,22 @@ class _Reader:
             if step.name in by_name and any(user.name not in inside for user in by_name[step.name].users)
         )
         values = {name: value for name, value in reading.values.items() if name in reading.dims}
-        several = next((name for name in live_out if isinstance(reading.values.get(name), (tuple, list))), None)
-        if several is not None and not once:
-            kind = "maps" if several in values else "tensors"
-            raise ValueError(f"--stream: {several} is several {kind}, which leave what is computed box by box together")
-        nodes_of = by_name | self.nodes
+        parted = values if once else reading.values  # each member of a team has pooled tensors whole
+        several = next((name for name in live_out if isinstance(parted.get(name), (tuple, list))), None)
+        if several is not None:
+            user = next(user.name for user in by_name[several].users if user.name not in inside)
+            why = f"{several} is several tensors, which {user} takes outside the boxes: take them apart before"
+            raise ValueError(f"--stream and --grid: {why}, as a, b = y.chunk(2, 1)")
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         flows = {n for n, value in {**entering, **tensors}.items() if isinstance(value, Tensor) and value.requires_grad}
         for step in steps:
-            trained = (p.requires_grad for p in parameters_read(self._model, nodes_of[step.name]))
-            if step.name not in self.fixed and (flows.intersection(step.inputs) or any(trained)):
+            read = parameters_read(self._model, by_name[step.name]) if step.name in by_name else []  # moments read none
+            if step.name not in self.fixed and (flows.intersection(step.inputs) or any(p.requires_grad for p in read)):
                 flows.add(step.name)
         return Region(
             steps=tuple(steps),
             operations=self.operations,
-            nodes=nodes_of,
+            nodes=by_name | self.nodes,
             dims=reading.dims,
             sides=reading.sides,
             forms=_forms({**values, **tensors}),

@@ -206,7 +206,9 @@ class BoxedNodes(NodeRun):
         region = None if plan.region is None else region_of_stage(plan.region, self._nodes, self._inputs)
         if region is None:
             raise NothingTileable(*(plan.ends_at or ("the model", "has no layer that takes maps")))
-        return replace(region, forms={name: (*form[:2], self._device) for name, form in region.forms.items()})
+        forms = {name: (*form[:2], self._device) for name, form in region.forms.items()}
+        constants = {n: self._device if isinstance(v, torch.device) else v for n, v in region.constants.items()}
+        return replace(region, forms=forms, constants=constants)
 
 
 def region_of_stage(region: Region, nodes: Iterable[fx.Node], inputs: Sequence[str]) -> Region | None:

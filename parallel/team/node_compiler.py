@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,8 +45,13 @@ class NodeCompiler:
         self._stage, self._random, self._entering = stage, random, entering
         self._plan, self._comm = context.plan, context.comm
         self._member = context.comm.member
+        region = context.plan.region
+        self._constants: Mapping[str, Any] = {} if region is None else region.constants
 
     def compile(self, node: fx.Node) -> Compute:
+        if node.name in self._constants:  # type or device of a tensor, which every member has
+            (source,), form = node.all_input_nodes, str(node.args[1])
+            return lambda known, _: getattr(known[source.name], form)
         if node.name in self._plan.by_name and node.op != "output":
             return self._sharded(node)
         compute = self._on_rank0(node)
@@ -110,8 +115,7 @@ class NodeCompiler:
     def _whole(self, node: fx.Node) -> Load:
         """Return what loads a value on member 0: maps whole."""
         name, load = node.name, operator.itemgetter(node.name)
-        constant = self._plan.region is not None and name in self._plan.region.constants
-        if constant or node.op == "get_attr" or self._plan.placement(name) != "shard":
+        if node.op == "get_attr" or self._plan.placement(name) != "shard":
             return load
         exchange = BoundExchange(self._plan.gathered(name), self._member, self._plan.dims(name))
         gathered, comm = name + GATHERED, self._comm

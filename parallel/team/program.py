@@ -112,8 +112,11 @@ class NodeRun:
 
     def _compile(self, stage: nn.Module, context: ForwardContext) -> Program:
         region = context.plan.region
-        constants = {**self._constants, **({} if region is None else region.constants)}
-        nodes = [node for node in self._nodes if node.name not in constants]
+        constants = {**({} if region is None else region.constants), **self._constants}
+        # Parts tell their types and devices: plans are made outside autocast, and before the model is on its device.
+        forms = {node.name for node in self._nodes if node.target is getattr and node.args[1] in ("dtype", "device")}
+        fixed = constants.keys() - forms
+        nodes = [node for node in self._nodes if node.name not in fixed]
         last = {source: node.name for node in nodes for source in node.all_input_nodes}
         finished: dict[str, list[str]] = {}
         for source, user in last.items():

@@ -240,7 +240,7 @@ class RegionRun:
                 exchange.put(back.maps, name, gradient.clone() if adds else gradient)
             else:
                 back.known[name] = gradient
-        silent = {name for name in region.inputs if name not in asked}
+        silent = region.dims.keys() - asked - (region.flows - set(region.inputs))
         for phase in reversed(self.phases):
             if self._comm.members > 1:
                 self._sum_gradients_of_sums(phase, kept, back)
@@ -273,7 +273,7 @@ class RegionRun:
 
     def _part_backward(self, module: nn.Module, part: PartPlan, kept: Kept, back: Gradients, silent: set[str]) -> None:
         region = self.region
-        others = dict.fromkeys(name for step in part.steps for name in step.others if name not in region.fixed)
+        others = dict.fromkeys(name for step in part.steps for name in step.others if name in region.flows)
         known = dict(kept.known)
         leaves = {name: known[name].detach().requires_grad_() for name in others}
         known.update(leaves)
@@ -324,7 +324,7 @@ class RegionRun:
             return
         made = {step.name for step in steps}
         before = {n: kept.known[n].detach() for step in steps for n in step.others if n not in made}
-        leaves = {n: v.requires_grad_() for n, v in before.items() if n not in self.region.fixed}
+        leaves = {n: v.requires_grad_() for n, v in before.items() if n in self.region.flows}
         known = {**kept.known, **before}
         with torch.enable_grad():
             for step in steps:

@@ -187,15 +187,21 @@ class SampleContext(ForwardContext):
 
 
 def normalise(comm: TeamComm, module: _BatchNorm, own: Tensor, context: SampleContext) -> Tensor:
-    """Return this member's samples (n, c, ...), normalised by the statistics of all members' samples."""
-    rows = context.rows
+    """Return this member's samples (n, c, ...), normalised by the statistics of all members' samples.
+
+    Raises:
+        ValueError: there is one value per channel in all.
+    """
+    rows, size = context.rows, torch.Size((context.samples, *own.shape[1:]))
+    count = context.samples * math.prod(size[2:])
+    if count < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")  # as torch
     x = own.float() if own.dtype in HALVES else own
     x = x if x.dim() == 4 else x.reshape(*x.shape[:2], math.prod(x.shape[2:]), 1)
     with torch.no_grad():
         mine = moments(x, (0, 2, 3)) if len(x) else x.new_zeros((3, 1, x.shape[1], 1, 1), dtype=torch.float64)
         gathered = comm.all_gather(mine)
         of_all = merged([each for each, some in zip(gathered, rows, strict=True) if some])
-        count = context.samples * x.shape[2] * x.shape[3]
         if module.running_mean is not None and module.running_var is not None:
             update_running(of_all, module.running_mean, module.running_var, next_share(module), count)
     y = normalised_part(x, of_all, (module.weight, module.bias), count, module.eps, comm.all_reduce_async)

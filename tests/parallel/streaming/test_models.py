@@ -21,7 +21,11 @@ from parallel.build import _plans
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_memory import HostMemory
 from parallel.space.cuts import Span
+from parallel.space.team import Box
 from parallel.strategy import Strategy
+from parallel.streaming.maps import Maps
+from parallel.streaming.part_plan import PartPlan
+from parallel.streaming.part_run import run_box
 from parallel.team.boxed_nodes import PlannedRegion
 from parallel.trace.stage_module import Boxes
 from parallel.trace.trace import trace
@@ -103,6 +107,21 @@ def test_running_statistics_are_those_of_the_plain_step_whatever_the_tiles() -> 
     torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()), rtol=1e-11, atol=1e-12)
 
 
+def test_a_norm_that_is_called_twice_counts_in_the_order_of_the_model() -> None:
+    """First on the deeper map, whose statistics boxes know later."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        return m.norm(m.second(m.other(y))) + m.norm(y)
+
+    parts = {"first": nn.Conv2d(3, 4, 3, padding=1), "second": nn.Conv2d(4, 4, 3, padding=1)}
+    plain = Made(compute, **parts, norm=nn.BatchNorm2d(4), other=nn.BatchNorm2d(4)).double()
+    images = torch.randn(2, 3, 24, 20, dtype=torch.float64)
+    ours = streamed(copy.deepcopy(plain), 8, tuple(images.shape))
+    torch.testing.assert_close(step(ours, images), step(plain, images), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()), rtol=1e-11, atol=1e-12)
+
+
 def test_maps_recomputed_in_a_later_phase_give_the_gradients_of_the_plain_step() -> None:
     """With fewer bytes on the host than where they are stored."""
     model = model_of("residual", "batch").double()
@@ -115,6 +134,44 @@ def test_maps_recomputed_in_a_later_phase_give_the_gradients_of_the_plain_step()
         usual = usual or plan.run.boxes.host_bytes
         assert plan.run.boxes.host_bytes <= share * usual
         torch.testing.assert_close(step(run, images), expected, rtol=0, atol=1e-10)
+
+
+def test_a_backward_pass_computes_and_fetches_what_gradients_need_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen first layers were computed again, and stored maps that no operation reads came from the host."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = torch.relu(m.norms[0](m.convs[0](x)))
+        return (y + m.norms[1](m.convs[1](y))).mean((2, 3))
+
+    convs = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)])
+    plain = Made(compute, convs=convs, norms=nn.ModuleList(nn.BatchNorm2d(4) for _ in convs)).double()
+    for frozen in (plain.convs[0], plain.norms[0]):
+        frozen.requires_grad_(False)
+    images = torch.randn(2, 3, 34, 34, dtype=torch.float64)
+    ours = streamed(copy.deepcopy(plain), 16, tuple(images.shape))
+    computed, fetched, fetch = list[set[str]](), set[str](), Maps.fetch
+
+    def noted(maps: Maps, name: str, box: Box) -> Tensor:
+        fetched.add(name)
+        return fetch(maps, name, box)
+
+    def run(module: nn.Module, part: PartPlan, *rest: Any) -> Any:
+        if len(rest) < 6:  # in the forward pass nothing is stored yet
+            return run_box(module, part, *rest)
+        computed.append({each.name for each in part.steps})
+        with monkeypatch.context() as patch:
+            patch.setattr(Maps, "fetch", noted)
+            return run_box(module, part, *rest)
+
+    monkeypatch.setattr("parallel.team.region_run.run_box", run)
+    torch.testing.assert_close(step(ours, images), step(plain, images), rtol=0, atol=1e-10)
+    (plan,) = planned_regions(ours, tuple(images.shape))
+    assert isinstance(plan, PlannedRegion)
+    region = plan.run.region
+    assert computed
+    assert all(names & region.flows for names in computed)
+    assert fetched
+    assert all(region.operations[name].again for name in fetched)
 
 
 def skipping(takes: bool) -> nn.Module:

@@ -159,6 +159,14 @@ class Doubled(nn.Conv2d):
 
 
 SQUARE = functools.partial(nn.Conv2d, 4, 4, 1)
+
+
+def doubled() -> nn.Module:
+    layer = SQUARE()
+    layer._conv_forward = lambda x, weight, bias: 2 * F.conv2d(x, weight, bias)
+    return layer
+
+
 LARGEST = "takes the largest of the whole image, which boxes do not add up: use an average pool"
 
 
@@ -171,6 +179,7 @@ LARGEST = "takes the largest of the whole image, which boxes do not add up: use 
         (lambda: Call(lambda x: x.sum((2, 3), dtype=torch.float32)), "is given dtype"),
         (lambda: Call(forgetful), "changes mul in place, which is used again by that name"),
         (lambda: Doubled(4, 4, 1), "is a Doubled, which computes other than Conv2d: use layers"),
+        (doubled, "has a forward of its own on the instance"),
         (lambda: nn.utils.spectral_norm(SQUARE()), "has hooks, which would run for each box"),
         (lambda: nn.Dropout(0.5), "draws a number for each px"),
         (lambda: Call(lambda x: x.flatten(2).softmax(-1)), "makes other dims of rows and columns"),
@@ -331,14 +340,23 @@ def test_sums_of_many_boxes_keep_their_digits() -> None:
     torch.testing.assert_close(found, torch.tensor([2.25, 3.0, 2.25]), rtol=0.005, atol=0)
 
 
-def test_pooled_tensors_that_leave_together_are_refused() -> None:
-    def compute(m: Any, x: Tensor) -> Tensor:
-        y = m.conv(x)
-        halves = mean(y).chunk(2, 1)
-        return (y[:, :2] * halves[0]).amax((2, 3), keepdim=True) + halves[1]
+def halved(y: Tensor) -> Tensor:
+    halves = mean(y).chunk(2, 1)
+    return (y[:, :2] * halves[0]).amax((2, 3), keepdim=True) + halves[1]
 
-    net = Made(compute, conv=nn.Conv2d(3, 4, 3))
-    with pytest.raises(ValueError, match="chunk is several tensors, which leave what is computed box by box"):
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        (halved, "chunk is several tensors, which getitem_2"),
+        (lambda y: torch.cat(y.chunk(2, 1)[::-1], 1), "getitem is several tensors, which cat"),
+        (lambda y: torch.stack(y.chunk(2, 1)).sum(0), "chunk is several tensors, which stack"),
+    ],
+)
+def test_several_tensors_that_leave_together_are_refused(compute: Callable[[Tensor], Tensor], words: str) -> None:
+    """A layer that takes several maps as one value ended in an AssertionError."""
+    net = called(compute)
+    with pytest.raises(ValueError, match=f"{words} takes outside the boxes: take them apart before"):
         in_boxes(net, 8)(net, torch.randn(1, 3, 20, 20))
 
 

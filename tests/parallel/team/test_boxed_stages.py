@@ -31,9 +31,11 @@ from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import BoxedParts, team_plans
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_as_it_runs
-from tests.helpers.engine_runs import assert_equal, on_threads, plain_of
+from tests.helpers.branched_nets import of_tiles
+from tests.helpers.engine_runs import assert_equal, on_gpus, on_threads, plain_of, steps_of
 from tests.helpers.lanes import long_where
-from tests.helpers.small_nets import Made, batch_of
+from tests.helpers.odd_nets import NoisyScale
+from tests.helpers.small_nets import ALL_NETS, Made, batch_of
 from tests.helpers.tiny_models import classifier
 from tests.parallel.engine.test_exactness import PIPELINE
 
@@ -217,6 +219,14 @@ def test_boxes_are_on_the_device_of_their_stage() -> None:
         return {place for _, _, place in plan.run.region.forms.values()}
 
     assert run_on_threads(2, member) == [{device}] * 2
+
+
+@pytest.mark.parametrize("stream", [None, 8])
+def test_numbers_are_drawn_on_the_device_of_their_stage(stream: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were drawn on the CPU, where the model lay when its region was read."""
+    monkeypatch.setitem(ALL_NETS, "noisy", (lambda: NoisyScale(3), of_tiles))
+    strategy = Strategy("spatial", 2, 1, 2, policy=ActivationPolicy(stream=stream), grid=STRIPS)
+    assert_equal(on_gpus("noisy", strategy, steps_of(2)), plain_of("noisy", steps_of(2)), torch.float64)
 
 
 def halves(pooled: bool) -> nn.Module:

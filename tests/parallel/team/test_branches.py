@@ -14,7 +14,7 @@ from torch import nn
 from parallel.comm.communicator import Communicator, sum_bytes
 from parallel.comm.objects import broadcast_object
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.step import Microbatch
+from parallel.engine.step import EngineFault, Microbatch
 from parallel.graph.branches import find_branches
 from parallel.memory.policy import ActivationPolicy
 from parallel.plan.added_costs import traffic_of
@@ -24,7 +24,7 @@ from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
 from parallel.team.samplewise import samplewise_fault
 from parallel.trace.trace import trace
-from tests.helpers.branched_nets import BRANCHED_NETS, Inception, Module, steps_for, unit
+from tests.helpers.branched_nets import BRANCHED_NETS, Inception, Module, of_tiles, steps_for, unit
 from tests.helpers.engine_runs import LR, assert_equal, build, on_gpus, on_threads, plain_of, run, train
 from tests.helpers.plain_step import PlainRun, largest_error
 from tests.helpers.small_nets import ALL_NETS, Made, pixel_loss
@@ -187,6 +187,17 @@ def test_what_cannot_be_shared_is_refused(
     monkeypatch.setitem(ALL_NETS, model.__name__, (model, pixel_loss))
     with pytest.raises(ValueError, match=reason):
         on_threads(model.__name__, strategy, steps_for(model.__name__, [2, 2]))
+
+
+def normed() -> nn.Module:
+    return Made(lambda m, x: m.norm(m.net(x).mean((2, 3))), net=Inception(), norm=nn.BatchNorm1d(3))
+
+
+def test_one_value_per_channel_is_refused_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It divided by zero."""
+    monkeypatch.setitem(ALL_NETS, "normed", (normed, of_tiles))
+    with pytest.raises(EngineFault, match="Expected more than 1 value per channel when training, got input size"):
+        on_threads("normed", shared(2), steps_for("normed", [2, 1]))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -206,9 +206,17 @@ def test_exact(case: str) -> None:
     assert make is not changed or errors.ends_at is not None
 
 
+def test_several_maps_as_one_value_of_a_layer_outside_the_team_are_refused() -> None:
+    """Member 0 gathered a tuple, and training ended in an error of it."""
+    net = Network(Call(lambda x: torch.vstack(x.chunk(2, 1))), 2)
+    with pytest.raises(ValueError, match="chunk is several tensors, which vstack takes outside the boxes"):
+        team_error(net, SHAPE, HALVES)
+
+
 def test_factors_have_the_type_of_their_map_in_mixed_precision() -> None:
     """Factors in float32, the type of the plan, made a float32 map of a bfloat16 map."""
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout2d(0.3), DropPath(0.4))
+    drawn = Call(lambda x: x * torch.rand((x.shape[0], 1, 1, 1), dtype=x.dtype, device=x.device))
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout2d(0.3), DropPath(0.4), drawn)
     traced = trace_as_it_runs(net, SQUARE, torch.float32)
 
     def member(communicator: Communicator, _: None) -> torch.dtype:
