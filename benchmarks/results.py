@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from app.launch.host import cpu_model, usable_cores
+from app.launch.host import usable_cores
+from parallel.profile.cache import cpu_model
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "bench-data"

@@ -30,7 +30,6 @@ from pipelines.tiles.tiling import WHOLE_SLIDE_MULTIPLE
 if TYPE_CHECKING:
     from app.planning.machine import Machine
 
-
 TEXT = "plan.json"
 BOX = 512
 """px of boxes where no limit of memory asks for smaller ones, nor an accelerator for larger ones."""
@@ -179,7 +178,10 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
     candidate = Strategy(*mesh, zero=asked.zero, grid=asked.grid)
     candidate = candidate.under(recompute="optimal", offload=asked.policy.offload)
     graph, _ = planner.stages.microbatch(planner.stages.tiles(candidate))
-    split = asked.partition(graph) if asked.splits else Partition(graph, (0,))
+    try:
+        split = asked.partition(graph) if asked.splits else Partition(graph, (0,))
+    except ValueError as fault:
+        raise RunError(str(fault)) from fault
     row = planner.forecast(candidate, partition=split)
     if row is None:
         raise RunError(
@@ -224,7 +226,7 @@ def machine_of(config: RunConfig, *, timed: bool, reserved: int = 0) -> Machine:
 
     Args:
         timed: calibrated, where it was not yet.
-        reserved: bytes that are not for the model.
+        reserved: bytes of the host that are not for the model.
     """
     from app.planning.machine import this_machine
 
@@ -250,8 +252,10 @@ def machine_of(config: RunConfig, *, timed: bool, reserved: int = 0) -> Machine:
 def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
     from app.launch.place import device_kind
     from app.planning.machine import precision_here
+    from parallel.profile.gpu import gpu_at
 
     strategy = config.strategy
+    kind = device_kind(strategy.device)
     return {
         "model": config.net.model,
         "norm": config.net.norm,
@@ -264,7 +268,8 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "memory": strategy.memory,
         "optimizer": config.optimization.optimizer,
         "averages": config.optimization.ema > 0,
-        "device": device_kind(strategy.device),
+        "device": kind,
+        "gpu": gpu_at(0).name if kind == "cuda" else None,
         "precision": precision_here(strategy.computed_precision, strategy.device),
         "parallel": strategy.parallel,
         "grid": strategy.grid,

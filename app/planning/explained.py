@@ -55,7 +55,8 @@ def reason(planner: Planner, row: PlanRow, best: PlanRow | None, spent: Mapping[
         return f"cannot run: {row.refused}"
     if not row.fits:
         return f"does not fit: {bytes_text(row.over_bytes)} over; {planner.limit(row)}"
-    assert best is not None
+    if best is None:
+        return "fits: the plan if it is named"
     if not row.images_per_second or not best.images_per_second:
         return "the plan" if row is best else "fits; times are not known"
     if row is best:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from app.launch.host import cpu_model, memory_bytes, usable_cores
+from app.launch.host import memory_bytes, usable_cores
 from app.launch.place import Precision, autocast_of, decide_precision, device_kind, node_cores, threads_set
 from app.settings.cli import RunError
-from parallel.cost.calibrated import CostModel
+from parallel.cost.calibrated import ADDITION, CostModel
 from parallel.cost.cluster import (
     COMMUNICATOR_BYTES,
     LINK_BYTES,
@@ -32,17 +32,17 @@ from parallel.cost.roofline import BANDWIDTH, cost_on
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.scale import with_tiles
-from parallel.profile.cache import kept_at
+from parallel.profile.cache import cpu_model, kept_at
 from parallel.profile.calibrate import QUICK_S, DeviceUse, load_or_calibrate
 from parallel.profile.gpu import gpu_at
 from parallel.profile.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_copies, load_or_measure_links
+from parallel.units import bytes_text
 from pipelines.catalog.table import counted
 
 log = logging.getLogger(__name__)
 
 CUDA_CONTEXT = 600 << 20
 """Bytes that CUDA takes of each GPU for each process, about."""
-ADDITION = "add"
 INSTANT = LinkSpec("none", math.inf, 0.0)
 """Of a node with one rank."""
 NODE_HOST_BYTES = 256 << 30
@@ -93,13 +93,13 @@ def this_machine(
         host_memory: bytes of the host that each rank may fill; None: its share of half of what is free, and no more
             than ``memory`` leaves.
         device, precision: as ``--device``, ``--precision``.
-        reserved: bytes that each rank needs besides, of memory that is not given by ``memory``.
+        reserved: bytes of the host that each rank needs besides, of memory that is not given by ``memory``.
         timed: calibrate, unless that was done before; otherwise layers take no time.
         advice: what to do where this machine cannot be measured.
 
     Raises:
         ValueError: a device that is not there.
-        RunError: this machine cannot be measured.
+        RunError: this machine cannot be measured, or its ranks need more than is free.
     """
     where = torch.device("cuda", 0) if device_kind(device) == "cuda" else torch.device("cpu")
     per_node = min(ranks, per_node or ranks)
@@ -114,11 +114,16 @@ def this_machine(
         threads = min(cores, threads_set() or max(1, cores // per_node))
         # Measured are as many ranks at once as this process has cores for; of a task that srun has bound, not all.
         lanes, together = cores / threads, min(per_node, max(1, usable_cores() // threads))
-        free = available
+        free = available - reserved
         name = f"{cpu_model()}, {cores} cores"
+        if memory is None and free < 0:
+            raise RunError(
+                f"{bytes_text(available)} of memory are free a rank, and --read-ahead takes {bytes_text(reserved)}: "
+                "lower it, start fewer ranks, or give --memory"
+            )
     used = precision_here(precision, device)
     autocast = autocast_of(used)
-    limit = free - reserved if memory is None else memory
+    limit = free if memory is None else memory
     # The host of a CPU is itself: what is moved there takes what the limit leaves.
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
     on_host = min(left, available // 2) if host_memory is None else host_memory  # half, as ``host_share``
@@ -205,10 +210,11 @@ def _linked_gpus(cluster: Cluster) -> Cluster:
     except RuntimeError as fault:
         log.warning("%s: planned with %s between GPUs", fault, GPU_LINK)
         return dataclasses.replace(cluster, inside=link_named(GPU_LINK))
+    cluster = dataclasses.replace(cluster, inside=speed.messages, sums=speed.sums)
+    if cluster.lanes < cluster.per_node:  # over Gloo: what was counted is memory of other ranks
+        return cluster
     return dataclasses.replace(
         cluster,
-        inside=speed.messages,
-        sums=speed.sums,
         link_bytes=round(speed.link_bytes),
         communicator_bytes=round(speed.communicator_bytes),
     )
@@ -263,6 +269,10 @@ def named_machine(
     dtype = DTYPES[precision]
     per_node = min(ranks, per_node or 8)
     kinds = {spec.name: spec for spec in specs}
+    if lacking := [name for name, spec in kinds.items() if dtype not in spec.flops]:
+        known = [name for name, each in DTYPES.items() if all(each in spec.flops for spec in specs)]
+        sheets = ", ".join(lacking)
+        raise ValueError(f"--precision {precision} is not on the data sheet of {sheets}: use {' or '.join(known)}")
     names = [spec.name for spec in specs]
     what = ", ".join(f"{names.count(name)} x {name}" if len(kinds) > 1 else name for name in kinds)
     name = f"{what}, {per_node} a node, {inside.name}" + (f", {between.name}" if ranks > per_node else "")

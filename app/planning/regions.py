@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from parallel.cost.cluster import GIB
 from parallel.graph.blocks import heavy_positions
 from parallel.graph.branches import find_branches
 from parallel.graph.layers import LayerGraph
@@ -48,7 +49,6 @@ RECOMPUTED = MemoryOptions(("block",), (False,), stream=False)
 
 PlannerAt = Callable[[int], Planner | None]
 """Side of the tiles in px -> their planner; None where the model does not run on such tiles."""
-GIB = 1 << 30
 COLOURS = ("#1f66b1", "#c25a0a", "#157f64")
 """Of the families; they differ for colour-blind eyes, too."""
 DASHES = ("-", "--", ":")

@@ -33,8 +33,7 @@ from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_o
 from parallel.plan.plan import PlanRow, best_of, too_small
 from parallel.plan.search import Planner
 from parallel.plan.stages import Task
-from parallel.plan.step_time import schedule_of
-from parallel.schedule.registry import SUBGRAPH
+from parallel.schedule.registry import SUBGRAPH, build_schedule
 from parallel.schedule.shares import FINE
 from parallel.schedule.text import to_csv
 from parallel.units import bytes_text
@@ -82,7 +81,7 @@ def report(command: PlanCommand) -> int:
     if planner.cluster.speeds:
         print("\n" + "\n".join(_unequal(command, planner, rows, work)))
     if best is None:
-        print(f"\n{too_small(rows, machine.cluster)}")
+        print(f"\n{too_small([row for row in rows if not row.fits], machine.cluster)}")
 
     @functools.cache
     def planner_at(tile: int) -> Planner | None:
@@ -229,7 +228,9 @@ def _write(
             timeline = planner.timeline(best)
             title = f"{best.strategy}: {command.model}, {command.tile} px, simulated"
             (out / "schedule.svg").write_text(schedule_svg(timeline, title=title))
-            (out / "schedule.csv").write_text(to_csv(schedule_of(best.strategy)[0]))
+            strategy = best.strategy
+            schedule = build_schedule(strategy.name, strategy.mesh, strategy.m, strategy.shares)
+            (out / "schedule.csv").write_text(to_csv(schedule))
     view = ModelView(
         graph,
         level=command.graph,

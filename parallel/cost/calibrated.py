@@ -217,7 +217,7 @@ class CostModel:
         by_kind: dict[str, list[tuple[int, Op, OpWork]]] = {}
         for at, op in positions:
             if (work := work_of(op)) is not None:
-                by_kind.setdefault(work.kind if work.kind in self.products else "dense", []).append((at, op, work))
+                by_kind.setdefault(work.kind, []).append((at, op, work))
         timed = []
         for kind, entries in by_kind.items():
             works = [work for _, _, work in entries]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import bytes_across, cut_positions
+from parallel.graph.partition import bytes_across
 from parallel.memory.liveness import Storage, gradient_spans, storages
 
 Matrix = npt.NDArray[np.int64]
@@ -32,8 +32,7 @@ class Windows:
     Args:
         graph: traced with a microbatch of the size in question.
         seconds: of each layer, forward and backward.
-        positions: increasing, where stages may begin, with both ends: 0 and the number of layers. All places where a
-            cut may fall unless given.
+        positions: increasing, where stages may begin, with both ends: 0 and the number of layers.
         held: storages of the graph's memory, or those that the layers of the windows asked for touch; all unless given.
 
     Attributes:
@@ -53,14 +52,13 @@ class Windows:
         self,
         graph: LayerGraph,
         seconds: Sequence[float],
-        positions: Sequence[int] | None = None,
+        positions: Sequence[int],
         held: Iterable[Storage] | None = None,
     ) -> None:
-        count = len(graph.layers)
         self.graph = graph
-        self.positions: tuple[int, ...] = (0, *cut_positions(graph), count) if positions is None else tuple(positions)
+        self.positions = tuple(positions)
         assert self.positions[0] == 0, self.positions
-        assert self.positions[-1] == count, self.positions
+        assert self.positions[-1] == len(graph.layers), self.positions
         self._begin = np.asarray(self.positions)
         self._end = self._begin - 1  # the last layer of a window that ends at a position; -1 picks nothing that counts
         self._seconds = np.asarray(seconds, dtype=np.float64)

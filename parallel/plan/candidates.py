@@ -68,10 +68,10 @@ def in_teams(
     """Yield those of ``candidates`` with teams in place of ranks, which divide each tile among them.
 
     Args:
-        most_members: of a team.
+        most_members: of a team: the ranks of a node, which no team leaves.
     """
-    for members in range(2, min(ranks, most_members, MAX_TEAM) + 1):
-        if ranks % members:
+    for members in range(2, min(most_members, MAX_TEAM) + 1):
+        if ranks % members or most_members % members:
             continue
         teams = ranks // members
         for grid in grids_of(members):
@@ -89,11 +89,11 @@ def in_branches(
     """Yield the candidates of subgraph.
 
     Args:
-        most_members: of a team.
+        most_members: as for ``in_teams``.
         depth: members, given by the user.
     """
-    for members in range(2, min(ranks, most_members, MAX_TEAM) + 1):
-        if ranks % members == 0 and depth in (None, members):
+    for members in range(2, min(most_members, MAX_TEAM) + 1):
+        if ranks % members == 0 and most_members % members == 0 and depth in (None, members):
             for n in _microbatches("subgraph", ranks // members, batch, m):
                 yield Strategy("subgraph", ranks, 1, n, ways=members)
 
@@ -194,6 +194,8 @@ class MemoryOptions:
             reason = "gathers parameters as it goes along: it recomputes by blocks alone, and moves no activations"
         elif candidate.stashes:
             reason = "keeps all activations on the device"
+        elif candidate.ways > 1:
+            reason = "keeps each branch on one rank already, and recomputes by blocks alone"
         elif candidate.name != "zero-bubble":
             reason = "has no stage that could be recomputed later"
         return f"{asked} is asked for, and {candidate.name} {reason}"

@@ -259,7 +259,8 @@ class Evaluator:
             messages: take time; False: values and gradients are passed between stages in 0 s.
         """
         stages = self.stages.stage_costs(candidate, partition)
-        params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
+        owned, stops = partition.graph.owned_bytes, [*partition.starts[1:], None]
+        params = [sum(owned[start:stop]) for start, stop in zip(partition.starts, stops, strict=True)]
         links = links_between(candidate, partition, self.cluster)
         if not messages:
             links = {ends: LinkCost(0.0, None if link.backward_s is None else 0.0) for ends, link in links.items()}

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, MemoryOptions
+from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, MemoryOptions
 from parallel.plan.plan import PlanRow
 from parallel.strategy import STREAMED
 
@@ -59,7 +59,7 @@ def steps_of(savings: MemoryOptions) -> list[MemoryOptions]:
     """
     steps: list[MemoryOptions] = []
     for open_to in (PLAIN, ON_DEVICE, MemoryOptions(stream=False)):
-        recompute = tuple(how for how in savings.recompute if how in open_to.recompute or how not in RECOMPUTE)
+        recompute = tuple(how for how in savings.recompute if how in open_to.recompute)
         offload = tuple(moves for moves in savings.offload if moves in open_to.offload)
         step = MemoryOptions(recompute, offload, stream=False, zero=savings.zero, beyond=steps[-1] if steps else None)
         if recompute and offload and step not in steps:

@@ -108,7 +108,8 @@ class Planner(Evaluator):
             self.stages.branched.branches(2)
         except ValueError as fault:
             return [], str(fault)
-        found = in_branches(ranks, self.task.batch, most_members=self.cluster.per_node, depth=depth, m=m)
+        most = min(ranks, self.cluster.per_node)
+        found = in_branches(ranks, self.task.batch, most_members=most, depth=depth, m=m)
         return list(found), "no team of a node's ranks can share branches, or the batch among its groups"
 
     def _of_teams(
@@ -147,7 +148,7 @@ class Planner(Evaluator):
         parts = self.stages.teams if not self.task.one_copy and not self.cluster.speeds else None
         if ranks < 2 or parts is None:
             return []
-        most, members = self.stages.most_stages, self.cluster.per_node
+        most, members = self.stages.most_stages, min(ranks, self.cluster.per_node)
         batch = self.task.batch
         made = in_teams(ranks, batch, names=names, most_stages=most, most_members=members, depth=depth, m=m)
         if rows_alone or ranks > PIPELINES:

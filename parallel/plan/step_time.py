@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -247,12 +248,12 @@ def _summed_s(
     candidate: Strategy, timeline: Timeline, mesh: Mesh, gradient_bytes: Sequence[int], cluster: Cluster
 ) -> float:
     """Return when the last sum of gradients is done; a rank does its sums one after the other."""
-    last: dict[tuple[int, int], float] = {}
+    last: dict[tuple[int, int], float] = defaultdict(float)  # 0 of a replica without microbatches
     for rank in timeline.spans:
         for span in timeline.compute(rank):
             if span.action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 held = (rank, span.action.stage)
-                last[held] = max(last.get(held, 0.0), span.end_s)
+                last[held] = max(last[held], span.end_s)
     free = dict.fromkeys(timeline.spans, 0.0)
     stages = sorted(range(mesh.stages), key=lambda s: max(last[rank, s] for rank in mesh.teams_with(s)))
     for stage in stages:

@@ -8,12 +8,14 @@ memory. ``keep_freed_memory`` ends that; see mallopt(3).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
 import json
 import logging
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -182,6 +184,16 @@ class CoreUse:
         busy_s = sum(core.user + core.nice + core.system + core.irq + core.softirq + core.steal for core in cores)
         own = os.times()
         return time.monotonic(), busy_s, own.user + own.system + own.children_user + own.children_system
+
+
+def cpu_model() -> str:
+    """Return the name of the processor, as the kernel tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "Hardware"):
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def others_now() -> float:

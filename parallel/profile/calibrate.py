@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -29,7 +28,7 @@ import torch
 from parallel.cost.calibrated import PASSES, CostModel, Curve, OpWork, PassModel, fit, work_of_shape
 from parallel.cost.roofline import ROUND, Product, backward_bytes, forward_bytes, products
 from parallel.graph.layers import Convolution
-from parallel.profile.cache import CoreUse, keep_freed_memory, load_or_measure
+from parallel.profile.cache import CoreUse, cpu_model, keep_freed_memory, load_or_measure
 from parallel.profile.gpu import gpu_at, last_error, set_tf32
 from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_fresh, time_moving, time_product
 
@@ -82,7 +81,7 @@ class DeviceUse:
         cuda = self.device.type == "cuda"
         return {
             "format": FORMAT[self.device.type],
-            "device": gpu_at(self.device.index or 0).name if cuda else _cpu_model(),
+            "device": gpu_at(self.device.index or 0).name if cuda else cpu_model(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "torch": torch.__version__,
             "threads": self.threads,
@@ -198,7 +197,8 @@ def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, A
             raise RuntimeError(f"a calibration of {device} did not end within {timeout_s:.0f} s") from None
         for worker, (out, err) in zip(workers, outputs, strict=True):
             of_worker = [json.loads(line) for line in out.splitlines() if line.endswith("}")]
-            if not any(reading["what"] == "convolution" for reading in of_worker):
+            timed = sum(reading["what"] in ("convolution", "product") for reading in of_worker)
+            if timed < sum(ROUND.values()):  # a round has every kind
                 last = last_error(err) or f"nothing; exit code {worker.returncode}"
                 raise RuntimeError(f"a calibration has to time operations on {device}, and its process said: {last}")
             found += of_worker
@@ -258,14 +258,6 @@ def _shape(reading: dict[str, Any]) -> Convolution | Product:
         name: tuple(value) if isinstance(value, list) else value for name, value in reading["shape"].items()
     }
     return Product(**fields) if reading["what"] == "product" else Convolution(**fields)
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def lower(
         schedule: compute-only, of all ranks.
         recompute: keep no activations between the forward pass of a microbatch and its backward pass.
         offload: move them to the host meanwhile.
-        costs: of the stages, for ``offload``.
+        costs: of the stages, with their copies; ``offload`` needs them.
         reduce_at_end: sum no gradients before everything is computed.
         reduce_each: sum those of each microbatch, not of all.
     """
@@ -50,21 +50,24 @@ def lower(
         schedule = add_recompute(schedule)
     place = in_order(schedule, mesh, Dependencies(mesh, links))
     lowered = add_communication(schedule, mesh, links, place)
-    lowered = add_reduction(lowered, mesh, links, place, at_end=reduce_at_end, each=reduce_each)
-    return add_offload(lowered, costs) if offload else lowered
+    lowered = add_reduction(lowered, mesh, place, at_end=reduce_at_end, each=reduce_each)
+    if not offload:
+        return lowered
+    assert costs is not None
+    return add_offload(lowered, costs)
 
 
-def add_offload(schedule: Schedule, costs: Sequence[StageCost] | None = None) -> Schedule:
+def add_offload(schedule: Schedule, costs: Sequence[StageCost]) -> Schedule:
     """Add an OFFLOAD after each F whose activations have time to go to the host and back before their backward pass. A
     PREFETCH follows as early as the way back takes.
 
     Args:
-        costs: of the stages, with their copies. Without them, anything computed meanwhile is time enough.
+        costs: of the stages, with their copies.
     """
     return {rank: list(_with_offload(actions, costs)) for rank, actions in schedule.items()}
 
 
-def _with_offload(actions: list[Action], costs: Sequence[StageCost] | None) -> Iterator[Action]:
+def _with_offload(actions: list[Action], costs: Sequence[StageCost]) -> Iterator[Action]:
     computing = [n for n, action in enumerate(actions) if action.kind in COMPUTE]
     ahead: dict[int, list[Action]] = defaultdict(list)
     behind: dict[int, list[Action]] = defaultdict(list)
@@ -85,10 +88,10 @@ def _with_offload(actions: list[Action], costs: Sequence[StageCost] | None) -> I
         yield from behind[n]
 
 
-def _prefetched(between: Sequence[Action], stage: int, costs: Sequence[StageCost] | None) -> int | None:
+def _prefetched(between: Sequence[Action], stage: int, costs: Sequence[StageCost]) -> int | None:
     """Return before which action of ``between`` the way back begins; None where there is not the time for it."""
-    if costs is None or not between:
-        return len(between) - 1 if between else None
+    if not between:
+        return None
     own = costs[stage]
     # Copies out have begun with the forward pass, those back go on beside the backward pass.
     out_s, back_s = max(0.0, own.out_s - own.forward_s), max(0.0, own.back_s - own.backward_s)
@@ -219,29 +222,22 @@ def add_communication(
 
 
 def add_reduction(
-    schedule: Schedule,
-    mesh: Mesh,
-    links: Links,
-    place: Mapping[Action, int] | None = None,
-    *,
-    at_end: bool = False,
-    each: bool = False,
+    schedule: Schedule, mesh: Mesh, place: Mapping[Action, int], *, at_end: bool = False, each: bool = False
 ) -> Schedule:
     """A REDUCE of each stage that several ranks hold, on each of them, as early as the last B or W of all of them
-    allows, or ``at_end`` of everything; ``place`` as for ``add_communication``.
+    allows, or ``at_end`` of everything.
 
     Sums are collective: all ranks begin them in one order, each after its actions that begin no later than the last one
     that adds to a copy. A rank with both replicas of a stage sums them once.
 
     Args:
+        place: of each compute action, as ``in_order`` gives it.
         each: also one as early as the first B or W of all of them allows, the second, and so on.
     """
-    computed = {rank: [action for action in actions if action.kind in COMPUTE] for rank, actions in schedule.items()}
-    place = place or in_order(computed, mesh, Dependencies(mesh, links))
     sums: list[tuple[int, int]] = []  # place of the last action that adds to a copy, and stage
     for stage in range(mesh.stages):
         adding = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        of_ranks = [[place[a] for a in row if a.kind in adding and a.stage == stage] for row in computed.values()]
+        of_ranks = [[place[a] for a in row if a.kind in adding and a.stage == stage] for row in schedule.values()]
         rounds = itertools.zip_longest(*of_ranks, fillvalue=0)
         done = list(itertools.accumulate(map(max, rounds), max))
         if done and len(mesh.ranks_with(stage)) > 1:

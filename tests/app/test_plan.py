@@ -1,5 +1,6 @@
 """``app.plan``: the table and the files, wrong input, and what it says when nothing fits."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 from unittest import mock
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from app.launch.host import usable_cores
-from app.planning.machine import _calibrated, named_machine, this_machine
+from app.planning.machine import CUDA_CONTEXT, _calibrated, named_machine, this_machine
 from app.planning.table import print_rows, what_tiles_need
 from app.settings.cli import RunError
 from parallel.cost.calibrated import CostModel, Curve
@@ -52,10 +53,11 @@ def test_a_plan(plan, tmp_path):
 
 
 def test_a_split_is_drawn(plan, tmp_path):
-    plan("--parallel", "1f1b", "--microbatches", "4")
+    plan("--parallel", "1f1b", "--stages", "2", "--microbatches", "4", "--recompute", "stage", ranks=4)
     strategy = Plan.loads((tmp_path / "plan.json").read_text()).row.strategy
     assert (strategy.name, strategy.m, len(strategy.cuts)) == ("1f1b", 4, 1)
-    assert "0F0" in (tmp_path / "schedule.csv").read_text()
+    by_file = dataclasses.replace(strategy, schedule_csv=(tmp_path / "schedule.csv").read_text())
+    assert by_file.schedule({(0, 1): True}) == strategy.schedule({(0, 1): True})
     assert "simulated" in (tmp_path / "schedule.svg").read_text()
     graph = json.loads((tmp_path / "graph.json").read_text())
     assert graph["stages"][0]["sends"][0]["bytes"] == graph["cuts"][0]["bytes"]  # both of one tile
@@ -201,6 +203,19 @@ def test_ranks_of_this_machine_share_half_of_its_free_memory(memory, host, monke
     assert this_machine(2, memory=memory, host_memory=GIB, device="cpu", timed=False).cluster.host_bytes == GIB
 
 
+def test_read_ahead_takes_memory_of_the_host(monkeypatch):
+    """It had been taken off a GPU, and what was left of a CPU could be less than nothing."""
+    monkeypatch.setattr("app.planning.machine.memory_bytes", lambda: (128 * GIB, 64 * GIB))
+    assert this_machine(2, reserved=2 * GIB, device="cpu", timed=False).cluster.memory_bytes == 30 * GIB
+    with pytest.raises(RunError, match="32 GiB of memory are free a rank, and --read-ahead takes 33 GiB: lower it"):
+        this_machine(2, reserved=33 * GIB, device="cpu", timed=False)
+    gpu = SimpleNamespace(name="GPU", free_bytes=40 * GIB, bf16=True)
+    monkeypatch.setattr("app.planning.machine.device_kind", lambda _: "cuda")
+    monkeypatch.setattr("app.planning.machine.gpu_at", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert this_machine(2, reserved=33 * GIB, timed=False).cluster.memory_bytes == 40 * GIB - CUDA_CONTEXT
+
+
 @pytest.mark.parametrize(
     ("device", "precision"), [("v100-16gb", "fp32"), ("a100-80gb", "bf16"), ("a100-80gb:1,v100-16gb:1", "fp32")]
 )
@@ -208,6 +223,8 @@ def test_the_precision_of_a_plan_is_that_of_training(device, precision):
     machine = named_machine(device, 1 + device.count(","))
     assert machine.precision == precision
     assert (machine.autocast is not None) == (precision == "bf16")
+    with pytest.raises(ValueError, match="--precision bf16 is not on the data sheet of v100-16gb: use fp32 or fp16"):
+        named_machine("v100-16gb", 1, precision="bf16")
 
 
 @pytest.mark.parametrize(

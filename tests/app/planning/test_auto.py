@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 from unittest import mock
 
@@ -115,7 +116,10 @@ def test_a_resumed_run_keeps_its_plan_unless_the_problem_changed(run, tmp_path):
     assert strategy.m == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.launch.place.device_kind", lambda _: "cuda")
-        assert run(resume=True)[0] != []
+        for name in ("A100", "A30"):
+            patch.setattr("parallel.profile.gpu.gpu_at", lambda _, name=name: SimpleNamespace(name=name))
+            assert run(resume=True)[0] != []
+        assert run(resume=True)[0] == []
 
 
 def test_plans_are_for_the_host_memory_that_is_asked_for(run, monkeypatch):
@@ -272,3 +276,5 @@ def test_what_a_named_strategy_computes_again_is_planned(run):
     assert run(**named | {"parallel": "ddp", "cuts": "", "memory": "16GiB"})[1].policy.chosen == ()
     with pytest.raises(RunError, match="--recompute optimal has to look into the model"):
         run(**named | FORKED)
+    with pytest.raises(RunError, match=r"^the cuts \['layer9'\] do not split the model"):
+        run(**named | {"cuts": "layer9"})

@@ -100,6 +100,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_takes_it(rows):
     said = reason(small, row, None, {})
     assert f"does not fit: {bytes_text(row.over_bytes)} over; activations kept: " in said
     assert reason(small, dataclasses.replace(row, refused="why not"), None, {}) == "cannot run: why not"
+    by_name = PlanRow(Strategy("subgraph", 4, 1, 4, ways=2), 10.0)
+    assert reason(small, by_name, None, {}) == "fits: the plan if it is named"
 
 
 def test_the_stages_of_a_split(capsys):

@@ -21,6 +21,7 @@ from models.registry import build_model
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from parallel.cost.stage_cost import nominal_costs
 from parallel.engine.step import Microbatch
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, partition_equal
@@ -66,7 +67,7 @@ def resnet18() -> LayerGraph:
 def test_windows_agree_with_stages(name: str) -> None:
     model, shape = net(name)
     graph = trace(model, shape).graph
-    windows = Windows(graph, [1.0] * len(graph.layers))
+    windows = Windows(graph, [1.0] * len(graph.layers), [0, *cut_positions(graph), len(graph.layers)])
     draw = random.Random(0)
     deviations = []
     for _ in range(60):
@@ -257,7 +258,8 @@ def measured(communicator: Communicator, name: str, strategy: Strategy, make: An
 def predicted(strategy: Strategy, policy: ActivationPolicy) -> list[int]:
     partition = strategy.partition(graph("unet_w8"))
     stages = StageMemory(partition.graph).kept(partition, policy)
-    return [r.total for r in rank_bytes(stages, strategy.mesh, strategy.schedule(partition.links), slots=1)]
+    schedule = strategy.schedule(partition.links, nominal_costs(partition))
+    return [r.total for r in rank_bytes(stages, strategy.mesh, schedule, slots=1)]
 
 
 def rules(strategy: Strategy) -> dict[str, ActivationPolicy]:

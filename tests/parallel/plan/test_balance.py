@@ -19,6 +19,11 @@ from tests.helpers.lanes import long_where
 from tests.helpers.random_graphs import kept_bytes, random_graph, travelling_bytes
 
 
+def windows_of(graph: LayerGraph, seconds: Sequence[float]) -> Windows:
+    """Return those of all places where a cut may fall."""
+    return Windows(graph, seconds, [0, *cut_positions(graph), len(graph.layers)])
+
+
 class Case:
     """A random problem, and what a partition of it costs, computed from the partition alone."""
 
@@ -46,7 +51,7 @@ class Case:
 
     def solve(self) -> Partition:
         return partition_optimal(
-            Windows(self.graph, self.seconds),
+            windows_of(self.graph, self.seconds),
             self.stages,
             link_s=self.link_s,
             speeds=self.speeds,
@@ -73,7 +78,7 @@ class Case:
     def filled(self, rank: int, bounds: Sequence[tuple[int, int]]) -> float:
         rule = self.memory
         held = sorted({rank, self.stages - 1 - rank}) if self.paired else [rank]
-        windows = Windows(self.graph, self.seconds, [0, *self.positions, len(self.graph.layers)])
+        windows = windows_of(self.graph, self.seconds)
         parameters, kept, peaks = [], [], []
         for stage in held:
             place = tuple(windows.positions.index(bound) for bound in bounds[stage])
@@ -125,7 +130,7 @@ def graph_of(count: int) -> LayerGraph:
 
 
 def test_errors_say_how_many_stages_and_how_much_memory() -> None:
-    windows = Windows(graph_of(6), [1.0] * 8)
+    windows = windows_of(graph_of(6), [1.0] * 8)
     with pytest.raises(ValueError, match="1 to 6 stages; got 7"):
         partition_optimal(windows, 7)
     rule = MemoryRule((2.0**20,) * 2, (((1,),),) * 2, per_parameter=4)
@@ -136,7 +141,7 @@ def test_errors_say_how_many_stages_and_how_much_memory() -> None:
 def test_versions_of_the_weights_move_the_cut() -> None:
     """The first of two ranks holds two versions, and 21 MiB fit three layers with them, four without."""
     rule = MemoryRule((21 * 2.0**20, 2.0**30), (((2,),), ((1,),)), per_parameter=4)
-    windows = Windows(graph_of(8), [1.0] * 10)
+    windows = windows_of(graph_of(8), [1.0] * 10)
     starts = [
         partition_optimal(windows, 2, memory=dataclasses.replace(rule, stashes=stashes)).starts
         for stashes in (False, True)
@@ -146,11 +151,11 @@ def test_versions_of_the_weights_move_the_cut() -> None:
 
 def test_a_slower_rank_gets_less_and_a_slow_link_moves_the_cut() -> None:
     graph = graph_of(9)
-    _, second, third = partition_optimal(Windows(graph, [1.0] * 11), 3, speeds=[1.0, 0.25, 1.0]).starts
+    _, second, third = partition_optimal(windows_of(graph, [1.0] * 11), 3, speeds=[1.0, 0.25, 1.0]).starts
     assert third - second == 1
     graph = graph_of(8)
     heavy = dataclasses.replace(graph.layers[4], output_bytes=2**30)
-    wide = Windows(LayerGraph((*graph.layers[:4], heavy, *graph.layers[5:])), [1.0] * 10)
+    wide = windows_of(LayerGraph((*graph.layers[:4], heavy, *graph.layers[5:])), [1.0] * 10)
     assert partition_optimal(wide, 2).starts == (0, 5)
     assert partition_optimal(wide, 2, link_s=1e-9).starts in ((0, 4), (0, 6))
 
@@ -159,7 +164,7 @@ def test_more_places_than_are_searched_at_a_time_lose_little() -> None:
     draw = random.Random(0)
     graph = graph_of(300)
     seconds = [draw.random() for _ in graph.layers]
-    bounds = [*partition_optimal(Windows(graph, seconds), 8, paired=True).starts, len(seconds)]
+    bounds = [*partition_optimal(windows_of(graph, seconds), 8, paired=True).starts, len(seconds)]
     stages = [sum(seconds[start:stop]) for start, stop in pairwise(bounds)]
     assert max(stages[k] + stages[7 - k] for k in range(8)) < 1.01 * sum(seconds) / 4
 

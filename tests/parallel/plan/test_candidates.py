@@ -14,7 +14,17 @@ from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import RankBytes
 from parallel.plan.added_costs import Halo, HaloTraffic, with_traffic
-from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, MemoryOptions, candidates, grids_of, in_teams
+from parallel.plan.candidates import (
+    BOXES,
+    ON_DEVICE,
+    PLAIN,
+    RECOMPUTE,
+    MemoryOptions,
+    candidates,
+    grids_of,
+    in_branches,
+    in_teams,
+)
 from parallel.plan.largest_tile import LIMIT, STEP, largest_tiles, steps_of
 from parallel.plan.plan import Plan, PlanRow, limit_of, working_set
 from parallel.plan.search import Planner
@@ -149,6 +159,13 @@ def test_teams_take_the_place_of_ranks() -> None:
     assert all(each.mesh for each in made)
     assert [str(grid) for grid in grids_of(8)] == ["8x1", "4x2"]  # rows alone, then the shortest borders
     assert grids_of(3) == [TeamGrid(3, 1)]
+
+
+def test_teams_lie_on_one_node() -> None:
+    """Of 24 ranks, eight a node, the third team of three and the second of six had members on two nodes."""
+    spatial = in_teams(24, 24, names=["spatial"], most_stages=9, most_members=8)
+    for made in (spatial, in_branches(24, 24, most_members=8)):
+        assert {each.members for each in made} == {2, 4, 8}
 
 
 def test_where_a_region_ends_is_named_and_rims_are_counted_as_work() -> None:

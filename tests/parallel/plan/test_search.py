@@ -184,6 +184,8 @@ def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
     assert all(
         row.refused or (row.strategy.policy.recompute, row.strategy.policy.moves) == ("block", True) for row in rows
     )
+    refusal = MemoryOptions(zero=(1,)).refusal(Strategy("subgraph", 2, 1, 2, ways=2))
+    assert refusal.startswith("zero 1 is asked for, and subgraph keeps each branch on one rank already")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from parallel.memory.stage_bytes import StageMemory
 from parallel.plan.added_costs import moved_bytes, policy_costs
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner
+from parallel.plan.stages import Task
 from parallel.plan.step_time import ADDING_PASSES, UPDATE_PASSES, links_between, step_time
 from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
@@ -63,6 +64,7 @@ AGAIN, UPDATE_S = {"policy": ActivationPolicy("stage")}, UPDATE_PASSES[2] / ADDI
         ("gpipe", 2, 1, UPDATED, {}, 6 + 1),
         ("bidirectional", 2, 2, UPDATED, {}, 6 + 2),
         ("bidirectional", 2, 2, UPDATED, {"zero": 1}, 6 + 1),
+        ("master", 2, 1, HUNDRED, {}, 6 + 1),  # the second replica has no microbatch
         ("mp-basic", 2, 4, ADDED, {}, 24 + 3 * 2 + UPDATE_S),  # three microbatches, two stages one after the other
     ],
 )
@@ -189,6 +191,14 @@ def test_copies_on_a_cpu_are_added() -> None:
 def test_copies_beside_a_gpu_count_where_they_take_longer(copy_s: float, expected: tuple[float, float]) -> None:
     found = cost(ActivationPolicy(offload="overlap"), copy_s=copy_s, beside=True)
     assert (found.forward_s, found.backward_s) == expected
+
+
+def test_parameters_of_a_module_that_is_called_again_are_updated_once() -> None:
+    first, *convs, last = GRAPH.layers
+    shared = [dataclasses.replace(each, module="conv", param_bytes=100) for each in convs]
+    task = Task(LayerGraph((first, *shared, last)), lambda tiles: COSTS, 1, 2)
+    row = Planner(task, UPDATED).forecast(Strategy("single", 1, 1, 1))
+    assert row.step_s == pytest.approx(4 * 3 + 1)
 
 
 MIXED = "rtxa6000-48gb:2,rtx2080ti-11gb:2"

@@ -174,6 +174,7 @@ def test_each_way_of_running_has_a_calibration_of_its_own(monkeypatch, tmp_path:
         KEY | {"device": "abacus"},
     ]
     assert len({kept_at(key) for key in keys}) == len(keys)
+    assert KEY["device"]
     assert all(kept_at(key).parent == tmp_path / "megatile" for key in keys)
 
 
@@ -271,19 +272,33 @@ if own:
 until = time.monotonic() + 20
 while not done.exists() and time.monotonic() < until:
     time.sleep(0.01)
-print(json.dumps({{"what": "convolution", "free": done.exists()}}))
+for _ in range({timed}):
+    print(json.dumps({{"what": "convolution", "free": done.exists()}}))
 """
+
+
+def chatty(folder: Path, timed: int) -> str:
+    """Return a program in place of Python that prints ``timed`` readings, as the process of seed 1 or after it."""
+    python = folder / "python"
+    python.write_text(CHATTY.format(python=sys.executable, done=folder / "done", timed=timed))
+    python.chmod(0o755)
+    return str(python)
 
 
 @pytest.mark.process
 def test_no_process_of_a_calibration_waits_for_its_pipe_to_be_read(monkeypatch, tmp_path: Path) -> None:
     """The first process ends once the second has written more than a pipe holds."""
-    python = tmp_path / "python"
-    python.write_text(CHATTY.format(python=sys.executable, done=tmp_path / "done"))
-    python.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(python))
+    once = sum(ROUND.values())
+    monkeypatch.setattr("sys.executable", chatty(tmp_path, once))
     readings = calibration._run([{"device": "cpu", "seed": seed} for seed in (0, 1)], 1.0)
-    assert [reading["free"] for reading in readings] == [True, True]
+    assert [reading["free"] for reading in readings] == [True] * 2 * once
+
+
+@pytest.mark.process
+def test_a_process_that_ends_before_every_kind_is_timed_is_quoted(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.executable", chatty(tmp_path, sum(ROUND.values()) - 1))
+    with pytest.raises(RuntimeError, match="said: nothing; exit code 0"):
+        calibration._run([{"device": "cpu", "seed": 1}], 1.0)
 
 
 @pytest.mark.process

@@ -23,7 +23,7 @@ from tests.helpers.schedules import PAIR, TWO_RANKS, chain, meshes, rows, small_
 
 
 def reduced(schedule: Schedule, mesh: Mesh, **how: bool) -> Schedule:
-    return add_reduction(schedule, mesh, chain(mesh), **how)
+    return add_reduction(schedule, mesh, in_order(schedule, mesh, Dependencies(mesh, chain(mesh))), **how)
 
 
 def costs(copy_s: float) -> list[StageCost]:
@@ -61,7 +61,7 @@ LOWERED = {
         "0F0 0SEND_F0>1 0SEND_F0>2 0RECV_B0<1 0RECV_B0<2 0B0", "1RECV_F0<0 1F0 1SEND_F0>2 1RECV_B0<2 1B0 1SEND_B0>0",
         "2RECV_F0<0 2RECV_F0<1 2F0 2B0 2SEND_B0>1 2SEND_B0>0"),
     "offload": (
-        lambda: lower(rows(*TWO.split(" | ")), TWO_RANKS, chain(TWO_RANKS), offload=True),
+        lambda: lower(rows(*TWO.split(" | ")), TWO_RANKS, chain(TWO_RANKS), offload=True, costs=costs(0.0)),
         "0F0 0SEND_F0>1 0O0 0P0 0F1 0SEND_F1>1 0O1 0RECV_B0<1 0RECV_B1<1 0P1 0B0 0B1",
         "1RECV_F0<0 1F0 1RECV_F1<0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0"),
     "copies that hide begin one action ahead": (
@@ -235,12 +235,12 @@ def test_holders_sum_in_one_order_as_early_as_that_allows(mesh: tuple[Schedule, 
     assert all(len(order) == 1 for order in orders.values())
 
 
-@given(meshes(), st.sampled_from([None, 0.0, 0.5, 3.0, 9.0]), st.booleans())
+@given(meshes(), st.sampled_from([0.0, 0.5, 3.0, 9.0]), st.booleans())
 def test_out_after_forward_and_back_before_what_needs_it(
-    mesh: tuple[Schedule, Mesh, Links], copy_s: float | None, recompute: bool
+    mesh: tuple[Schedule, Mesh, Links], copy_s: float, recompute: bool
 ) -> None:
     schedule, mesh, links = mesh
-    own = None if copy_s is None else costs(copy_s)[:1] * mesh.stages
+    own = costs(copy_s)[:1] * mesh.stages
     schedule = lower(schedule, mesh, links, recompute=recompute, offload=True, costs=own)
     check(schedule, mesh, links)
     assert from_csv(to_csv(schedule)) == schedule
