@@ -54,7 +54,7 @@ class VerifyCommand:
     steps: int = 3
     """Optimiser steps, each compared from the same state."""
     communicator: Literal["auto", "threads", "gloo", "mpi"] = "auto"
-    """How ranks talk. threads: in this process; gloo: processes; mpi: under mpirun; auto: as they were started."""
+    """How ranks talk. threads: in this process, on a CPU; gloo: processes; mpi: under mpirun; auto: what fits."""
     seed: int = 0
     """Of weights, tiles and dropout."""
     out: Path | None = None
@@ -67,8 +67,17 @@ class VerifyCommand:
             return self.communicator
         launch = find_launch()
         if launch is None:
-            return "gloo" if self.strategy.name == "fsdp" or self.strategy.is_mixed else "threads"
+            return "gloo" if self.strategy.name == "fsdp" or self._has_gpu_ranks else "threads"
         return "mpi" if launch.mpi else "gloo"
+
+    @property
+    def _has_gpu_ranks(self) -> bool:
+        """Return whether this is a run of several ranks, some or all of them on GPUs."""
+        from app.launch.place import device_kind
+
+        strategy = self.strategy
+        # As threads they would wait for each other forever: torch runs all backward passes on a GPU in one thread.
+        return strategy.is_mixed or (strategy.world > 1 and device_kind(strategy.device) == "cuda")
 
     def validate(self) -> list[str]:
         strategy, on_threads, launch = self.strategy, self.communicator == "threads", find_launch()
@@ -79,7 +88,7 @@ class VerifyCommand:
             "--parallel auto is for training, where it is planned: name the strategy to verify": strategy.world > 1
             and strategy.needs_strategy_plan,
             "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no --recompute-runs: "
-            "name the layers to recompute, as a plan wrote them": strategy.needs_recompute_plan,
+            "give the pairs under `recomputed` in plan.json, as first:last,first:last": strategy.needs_recompute_plan,
             "--stream auto is planned for a memory, by app.train: give the side of the boxes in px": (
                 strategy.stream == "auto"
             ),
@@ -90,8 +99,8 @@ class VerifyCommand:
             f"--parallel {strategy.name} talks over torch.distributed: leave --communicator threads out, or use gloo": (
                 strategy.name == "fsdp" and on_threads
             ),
-            "--device mixed is of processes: leave --communicator threads out, or use gloo": on_threads
-            and strategy.is_mixed,
+            "ranks on GPUs are processes: leave --communicator threads out, or use gloo": on_threads
+            and self._has_gpu_ranks,
             f"--communicator {self.communicator} does not fit ranks started by {started}: start mpi under mpirun, gloo "
             "alone or under torchrun, threads alone": started not in fits[self.communicator],
         }

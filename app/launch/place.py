@@ -192,6 +192,13 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         if joined.rank == 0 and (shared := describe_shared_gpu(joined.kinds)):
             text = "%s: NCCL is off, and messages go through host memory (Gloo); one rank per GPU is faster"
             log.warning(text, shared)
+        on_node = {kind for kind in joined.kinds if kind.kind == "cuda" and kind.node == joined.kinds[0].node}
+        if joined.rank == 0 and len(on_node) > (seen := torch.cuda.device_count()):
+            text = (
+                "ranks see %d of the %d GPUs of their machine, and plan as if all shared what one sees: assign GPUs to "
+                "the node (srun --gpus-per-node), not to each task (--gpus-per-task)"
+            )
+            log.warning(text, seen, len(on_node))
         return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "

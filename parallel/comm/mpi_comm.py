@@ -1,8 +1,9 @@
 """The communicator over MPI, through mpi4py: any MPI with MPI_THREAD_MULTIPLE, tried with MPICH and Open MPI.
 
-Tensors on a device go through pinned host memory unless this MPI says that it takes device memory;
-MEGATILE_CUDA_AWARE_MPI=0 in the environment says that it does not. Copies to the host run while the device computes,
-and operations are handed to MPI in order, each once its copy has ended.
+Tensors on a device go through pinned host memory unless this MPI says that it takes device memory; sums always do, as
+Open MPI ends with a segmentation fault there (open-mpi/ompi issue 9845). MEGATILE_CUDA_AWARE_MPI=0 in the environment
+says that it does not. Copies to the host run while the device computes, and operations are handed to MPI in order, each
+once its copy has ended.
 """
 
 from __future__ import annotations
@@ -159,18 +160,18 @@ class MpiCommunicator(Communicator):
         if summed and flat.is_complex():
             flat = torch.view_as_real(flat)
         known = flat.float() if summed and flat.dtype not in SUMMED else flat
-        place, ready = self._reachable(known, filled=read)
+        place, ready = self._reachable(known, filled=read, direct=self._device_memory and not summed)
         arrive = None if place is flat or not written else lambda: flat.copy_(place, non_blocking=True)
         work = MpiWork(self.progress, self.timeout_s, lambda: call(place), (place, flat), operation, arrive, ready)
         self.progress.begin(work)
         return work
 
-    def _reachable(self, tensor: Tensor, filled: bool) -> tuple[Tensor, Any]:
+    def _reachable(self, tensor: Tensor, filled: bool, direct: bool) -> tuple[Tensor, Any]:
         """Return a place that MPI reaches for ``tensor``, and the event of the GPU after which it may, if any."""
         if not tensor.is_cuda:
             return tensor, None
         computing = torch.cuda.current_stream(tensor.device)
-        if self._device_memory:
+        if direct:
             return tensor, computing.record_event()  # MPI knows nothing of streams
         host = pinned_like(tensor)
         if not filled:

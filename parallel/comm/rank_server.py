@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def serve(connection: socket.socket) -> dict[str, str] | None:
     """Fork a rank for each environment that arrives; return the environment in the rank, None once the launcher has
     gone. Until then those that have ended stay in the process table, where their watchdogs read how they ended."""
     running: set[int] = set()
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError), warnings.catch_warnings():
+        # Python 3.12 warns of threads of libraries. OpenBLAS ends its own for a fork, and those of jemalloc may stay.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         while True:
             if select.select([connection], [], [], POLL_S if running else None)[0]:
                 message = connection.recv(MESSAGE_BYTES)

@@ -78,7 +78,7 @@ class HostMemory:
             OSError: it does not fit in memory, and the disk has no room for it.
         """
         size = prod(shape) * dtype.itemsize
-        buffer = self.take(size) if locked and self.copies.pinned else None
+        buffer = self.take(max(1, size)) if locked and self.copies.pinned else None
         memory: mmap.mmap | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
         if buffer is None:
             memory = self._mapping(max(1, size))

@@ -55,7 +55,7 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
 
 
 def get_random_state(device: torch.device) -> Tensor:
-    """Return the states of the default generators of torch, Python and NumPy: uint8 (``state_size(device)``,)."""
+    """Return the states of the default generators of torch, Python and NumPy: uint8 (bytes,)."""
     states = [generator.get_state() for generator in _generators(device)]
     return torch.cat([*states, torch.frombuffer(bytearray(python_state()), dtype=torch.uint8)])
 
@@ -76,11 +76,6 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
     set_python_state(python.numpy().tobytes())
     for generator, own_state in zip(_generators(device), own_states, strict=True):
         generator.set_state(own_state.clone())
-
-
-def state_size(device: torch.device) -> int:
-    """Return the bytes of a random state, the same for all devices of a kind."""
-    return sum(_sizes(device))
 
 
 def _sizes(device: torch.device) -> list[int]:

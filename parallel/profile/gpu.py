@@ -167,7 +167,8 @@ def is_device_fault(fault: BaseException) -> bool:
     """Return whether ``fault`` is of the device, which ran out of memory or failed, and not of what it computed."""
     if isinstance(fault, torch.OutOfMemoryError | torch.AcceleratorError):
         return True
-    return isinstance(fault, RuntimeError) and re.search("cuda|cudnn|cublas", str(fault), re.IGNORECASE) is not None
+    said = re.search("cuda (error|out of memory|driver)|cudnn|cublas", str(fault), re.IGNORECASE)
+    return isinstance(fault, RuntimeError) and said is not None
 
 
 def lacks_memory(fault: BaseException | None) -> bool:

@@ -5,12 +5,16 @@ The run is on fake tensors (shape, dtype and device, no data); a model that look
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of, tensors_of
@@ -23,19 +27,21 @@ if TYPE_CHECKING:
 
 DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.", "timm.")
 """Packages whose modules draw random numbers whenever they can, so that one run shows it."""
+IN_FLOAT32 = ("layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax", "interpolate")
+"""Functions that autocast computes in float32 on GPUs and not on CPUs, by name (torch's ATen/autocast_mode.h). In plans
+it does so on CPUs, too."""
 
 
-def layer_graph(
-    traced: Traced, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
-) -> LayerGraph:
+def layer_graph(traced: Traced, shape: tuple[int, ...], dtype: torch.dtype, autocast: torch.dtype | None) -> LayerGraph:
     """Return the layers of the graph of training. Parameters, buffers and random state stay as they are.
 
     Raises:
         ValueError: the model cannot run on ``shape``.
     """
-    precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
-    with torch.random.fork_rng(devices=[]), preserve_python_state(), torch.enable_grad(), precision:
-        attempts = trials(traced.training, shape, dtype, device=device, sides=())
+    precision = torch.autocast("cpu", autocast, enabled=autocast is not None)
+    casts: AbstractContextManager[Any] = nullcontext() if autocast is None else _GpuCasts()
+    with torch.random.fork_rng(devices=[]), preserve_python_state(), torch.enable_grad(), precision, casts:
+        attempts = trials(traced.training, shape, dtype, device=torch.device("cpu"), sides=())
         try:
             run = _run(traced.training, next(attempts))
         except Exception:  # data-dependent, or an operation without a fake version: the real run tells faults apart
@@ -55,6 +61,21 @@ def _run(training: fx.GraphModule, trial: Trial) -> _LayerInterpreter:
     with swapped(training, values), trial.mode, recorder, saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
         interpreter.run(trial.example)
     return interpreter
+
+
+class _GpuCasts(TorchFunctionMode):
+    """Mode that computes ``IN_FLOAT32`` in float32, as autocast does on GPUs."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in IN_FLOAT32:
+            args, kwargs = tree_map_only(Tensor, _as_float32, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 class _LayerInterpreter(fx.Interpreter):

@@ -99,7 +99,6 @@ def trace(
     module: nn.Module,
     shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
     autocast: torch.dtype | None = None,
     whole: Mapping[str, str] = MappingProxyType({}),
     in_place: bool = False,
@@ -110,8 +109,7 @@ def trace(
 
     Args:
         shape: (n, c, h, w) of a microbatch; bytes and flops are for it, the graph holds for every shape.
-        device: where the layers will run.
-        autocast: type for mixed precision there; None computes in ``dtype``.
+        autocast: type for mixed precision, as GPUs compute in it; None computes in ``dtype``.
         whole: path of a module that is one layer, whatever is in it -> why.
         in_place: ``x += y`` changes the memory of ``x``, as in the model; else a layer gives the sum in its place, and
             neighbours can be cut apart. It matters where what lies in that memory is used by another name.
@@ -134,7 +132,7 @@ def trace(
         modes_in_evaluation = _modes(module)
         evaluation, evaluation_by_side = _graph(module, opaque, shape, dtype, in_place)
     if len(opaque) > known:  # a module is whole in both modes, or its parameters would be in several stages
-        return trace(module, shape, dtype, device, autocast, opaque, in_place)
+        return trace(module, shape, dtype, autocast, opaque, in_place)
     if _program(training) == _program(evaluation):
         evaluation = training
     else:
@@ -146,7 +144,7 @@ def trace(
     }
     any_side = not (opaque or by_side or evaluation_by_side)
     traced = Traced(LayerGraph((), whole=opaque), training, evaluation, module, modes, updated, any_side)
-    return run_again(traced, shape, dtype, autocast, device)
+    return run_again(traced, shape, dtype, autocast)
 
 
 def run_again(
@@ -154,20 +152,19 @@ def run_again(
     shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
 ) -> Traced:
     """Return what ``trace`` would for another shape or in mixed precision, with the graphs and the updated state of
     ``traced``: they hold for the same shape, and where they are of ``any_side`` for others.
 
     Args:
-        shape, dtype, autocast, device: as ``trace`` takes them; of the number of tiles that was traced.
+        shape, dtype, autocast: as ``trace`` takes them; of the number of tiles that was traced.
 
     Raises:
         ValueError: the module does not run on ``shape``.
     """
     with preserve_module_state(traced.model), any_number_of_values():
         traced.model.train()
-        graph = layer_graph(traced, shape, dtype, torch.device(device), autocast)
+        graph = layer_graph(traced, shape, dtype, autocast)
     return replace(traced, graph=graph)
 
 

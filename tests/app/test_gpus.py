@@ -172,7 +172,7 @@ TRAIN = ("--slides", "SLIDES", *QUICK, "--steps", "2", "--out", "OUT", "--ranks"
         ("app.bench", ("--slides", "SLIDES", "--tiles", "256", "--ranks", "2", "--out", "OUT"), ["read_gpus"]),
         ("app.doctor", ("--out", "OUT"), ["read_gpus"]),
         ("app.predict", ("--slides", "SLIDES", "--checkpoint", "x.pt", "--out", "OUT", "--ranks", "2"), ["ranks"]),
-        ("app.verify", ("--parallel", "ddp", "--ranks", "2", "--communicator", "gloo"), ["ranks"]),
+        ("app.verify", ("--parallel", "ddp", "--ranks", "2"), ["read_gpu", "ranks"]),
     ],
     ids=["plan", "train-auto", "train-optimal", "bench", "doctor", "predict", "verify"],
 )
@@ -197,6 +197,8 @@ def test_a_plan_knows_what_the_other_processes_measured(asked):
     assert cluster.copy_bandwidth == pytest.approx(4e10 / 3)
     assert (cluster.inside.bandwidth, cluster.inside.latency_s) == (pytest.approx(1e11), 1e-5)
     assert cluster.sum_s(50_000_000, range(4)) == pytest.approx(1e-3 + 4e-5)
+    assert (cluster.link_bytes, cluster.communicator_bytes) == (0, 0), "ranks that share a GPU use no NCCL"
+    cluster = this_machine(2, device="cuda").cluster
     assert (cluster.link_bytes, cluster.communicator_bytes) == (2e7, 3e8)
 
 

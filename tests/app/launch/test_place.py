@@ -8,7 +8,7 @@ import torch
 
 from app.launch import host
 from app.launch import place as module
-from app.launch.host import cgroup_limits, cpu_model, memory_bytes, memory_kills, usable_cores
+from app.launch.host import cgroup_limits, memory_bytes, memory_kills, usable_cores
 from app.launch.place import (
     RankPlacement,
     agree_on_precision,
@@ -177,12 +177,18 @@ def test_ranks_on_gpus_share_none():
 
 
 @pytest.mark.parametrize(
-    ("rank", "units", "said"),
-    [(0, "0012", "ranks 0 and 1 share GPU 0 of a: NCCL is off"), (1, "0012", ""), (0, "0123", "")],
+    ("rank", "units", "seen", "said"),
+    [
+        (0, "0012", 3, "ranks 0 and 1 share GPU 0 of a: NCCL is off"),
+        (1, "0012", 1, ""),
+        (0, "0123", 4, ""),
+        (0, "0123", 1, "ranks see 1 of the 4 GPUs of their machine"),
+    ],
 )
-def test_ranks_that_share_a_gpu_are_named_once(rank, units, said, monkeypatch, caplog):
+def test_gpus_that_ranks_share_or_do_not_see_are_told_once(rank, units, seen, said, monkeypatch, caplog):
     be_rank(monkeypatch, rank, 4)
     joined = SimpleNamespace(rank=rank, kinds=[RankKind("a boot", "cuda", unit) for unit in units])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch_comm, "TorchCommunicator", lambda *_: joined)
     settings = StrategySettings("ddp", ranks=4)
     launch = find_launch()
@@ -317,4 +323,3 @@ def test_this_machine():
     total, free = memory_bytes()
     assert 0 < free <= total
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
-    assert cpu_model()

@@ -142,6 +142,7 @@ def test_arrays_of_a_gpu_are_locked_and_used_again(gpus: Gpus, tmp_path: Path) -
     assert (host.bytes, host.peak_file_bytes) == (4 * MIB, 2 * MIB)
     del tile, held
     assert (host.taken_bytes, host.file_bytes, on_disk(tmp_path)) == (0, 0, 0)
+    assert host.empty((0, 4), torch.int64).shape == (0, 4)
 
 
 def test_all_copies_of_a_device_share_its_streams(gpus: Gpus) -> None:
@@ -178,8 +179,8 @@ def test_a_segment_is_shared_either_way(refuses: bool, gpus: Gpus) -> None:
     gpus.refuses_locking = refuses
     segment = SharedSegment(LocalCommunicator(), 4096, pinned=True)
     assert list(gpus.memories.locked.values()) == ([] if refuses else [4096])
-    segment.part(1, 64, torch.ones(3)).copy_(torch.tensor([1.0, 2.0, 3.0]))
-    assert segment.part(1, 64, torch.ones(3)).tolist() == [1, 2, 3]
+    segment.part(0, torch.ones(3)).copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert segment.part(0, torch.ones(3)).tolist() == [1, 2, 3]
     segment.close()
     segment.close()
     assert (gpus.memories.locked, gpus.process.error) == ({}, 0)

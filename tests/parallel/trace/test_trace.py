@@ -230,6 +230,14 @@ def test_norms_that_are_not_taken_apart_leave_the_same_facts(
     assert trace(model, (2, 3, 16, 16), autocast=dtype).graph == graph
 
 
+def test_mixed_precision_keeps_norms_and_upsampled_maps_in_float32_as_on_gpus() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1), nn.Upsample(scale_factor=2))
+    graph = trace(model, (1, 3, 8, 8), autocast=torch.bfloat16).graph
+    values = 4 * 8 * 8
+    assert [layer.output_bytes for layer in graph.layers[1:5]] == [2 * values, 4 * values, 2 * values, 4 * 4 * values]
+    assert 4 * values in [size for _, size in graph.by_name["_1"].saved]
+
+
 def looked_up() -> nn.Module:
     made = Made(lambda m, x: F.batch_norm(x, m.mean, m.var, training=True))
     made.register_buffer("mean", torch.zeros(4))

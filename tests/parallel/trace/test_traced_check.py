@@ -17,6 +17,7 @@ from parallel.comm.thread_comm import LocalCommunicator
 from parallel.graph.partition import partition_equal
 from parallel.trace.trace import Traced, trace, trace_exclusively
 from parallel.trace.traced_check import first_difference
+from tests.helpers.small_nets import Made
 from tests.parallel.trace.test_cut import ODD, ODD_SHAPE, assert_same, in_a_row, stages_of
 
 
@@ -212,8 +213,15 @@ def test_tiles_for_which_another_path_would_be_taken_are_refused() -> None:
         for shape in ((2, 3, 8), (1, 3, 8), (2, 3, 9)):
             example = torch.rand(shape)
             assert torch.equal(in_a_row(stages, example), model(example))
-        with pytest.raises(ValueError, match=r"decides by the shape .*test_traced_check.py:\d+, .*is False; got True"):
+        with pytest.raises(ValueError, match=r"decides by the shape, .*test_traced_check.py:\d+, .*is False; got True"):
             in_a_row(stages, torch.rand(2, 3, 16))
+
+
+def test_tiles_of_another_layout_are_refused_with_advice_for_it() -> None:
+    model = Made(lambda module, x: module.a(x) if x.is_contiguous() else module.a(x.contiguous()), a=nn.Linear(6, 6))
+    traced = trace(model, (4, 6))
+    with pytest.raises(ValueError, match=r"shape, type or device .*py:\d+, .*is True; got False: put what decides"):
+        traced.training(torch.rand(6, 4).T)
 
 
 def test_a_decision_by_data_is_refused_and_wrapping_it_as_advised_works() -> None:
