@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from app.launch.host import lock_folder
 from app.prediction.command import PredictCommand
 from app.settings.cli import RunError, run_command
-from app.settings.launcher import find_launch
+from app.settings.launcher import find_launch, started_by_us
 from parallel.comm.launch import RankServer
 
 
@@ -29,7 +29,7 @@ def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
             raise RunError(f"a rank ended with exit code {code}; its message stands above")
         return 0
     with contextlib.ExitStack() as held:
-        if launch is None:
+        if not (started_by_us() or (launch and launch.rank)):  # one rank holds it for all
             held.enter_context(lock_folder(command.out))
         from app.prediction.share import predict_rank
 

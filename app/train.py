@@ -149,7 +149,9 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
     """Run this process's part; of all ranks that fail, one raises."""
     from app.launch.place import agree_on_precision, place
     from app.launch.watchdog import Interrupt, RankGuard
+    from app.training.outcome import HELP
     from parallel.comm.communicator import CommunicationError
+    from parallel.profile.gpu import lacks_memory
 
     placement = place(config.strategy)
     interrupt = Interrupt()
@@ -158,9 +160,11 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
         _take_folder(folder, placement, held)
         placement = agree_on_precision(placement, config.strategy.computed_precision)
         before, begun, config = _agree_on_restart(config, folder, placement)
-    except CommunicationError as fault:
-        atexit.register(placement.communicator.abort)
-        raise RunError(str(fault)) from fault
+    except Exception as fault:
+        atexit.register(placement.communicator.abort)  # others wait for a first rank that fails alone
+        if isinstance(fault, CommunicationError):
+            raise RunError(str(fault)) from fault
+        raise
     guard = RankGuard(placement, config.strategy.timeout_s, folder.fault_of(before + 1), interrupt)
     try:
         return _train_guarded(_with_microbatches(config, begun), folder, placement, guard, interrupt, before)
@@ -169,6 +173,8 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
             return USAGE if isinstance(fault, ValueError) else FAILED
         if isinstance(fault, CommunicationError):
             raise RunError(str(fault)) from fault
+        if lacks_memory(fault):
+            raise RunError(f"{fault}\n{HELP}") from fault
         raise
 
 
@@ -203,6 +209,9 @@ def _agree_on_restart(
 
     def find() -> tuple[int, int | None, bool]:
         before = previous_attempts(folder.attempts(), find_launcher())
+        stale = folder.fault_of(before + 1)  # of an earlier start: ranks that find it end in silence
+        for path in (stale, stale.with_suffix(".deaths")):
+            path.unlink(missing_ok=True)
         continued = _continued(config, folder, before)
         return before, _begun(continued, folder, before), continued.resume
 

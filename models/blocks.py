@@ -9,7 +9,7 @@ Initialisation: He et al. 2015.
 from __future__ import annotations
 
 import math
-from typing import Literal, Self, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.fx
@@ -43,12 +43,11 @@ def stay_in_evaluation(module: M, mode: bool = True) -> M:
 class FrozenBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm by its running statistics in training, too: scale and shift are trained, the statistics stay."""
 
+    train = stay_in_evaluation
+
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
         self.train(False)
-
-    def train(self, mode: bool = True) -> Self:
-        return stay_in_evaluation(self)
 
 
 class ChannelNorm(nn.LayerNorm):

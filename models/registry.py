@@ -9,6 +9,7 @@ weights in caches of their own (``$HF_HOME``, ``$TORCH_HOME``), which also serve
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -148,10 +149,12 @@ def pretrained_weights(name: str, side: int | None = None) -> Weights:
             "(timm:NAME, unet:NAME), torchvision (torchvision:NAME, resnet18 to resnet152) or smp:DECODER(ENCODER)"
         )
     hub = Path(torch.hub.get_dir())
-    hub.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(hub / ".megatile.lock")  # the ranks of a machine download once
     try:
-        with FileLock(hub / ".megatile.lock"):  # the ranks of a machine download once
-            return loaders[source](rest, side, source == "unet")
+        with contextlib.suppress(OSError):  # a cache of others, or read-only: its weights can be read
+            hub.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        return loaders[source](rest, side, source == "unet")
     except Exception as fault:  # network, cache and hub fail in many ways, each with a class of its own
         reason = (str(fault).strip().splitlines() or [""])[0][:200]
         raise ValueError(
@@ -159,6 +162,8 @@ def pretrained_weights(name: str, side: int | None = None) -> Weights:
             "Without network, copy the cache of a machine that has them ($HF_HOME, $TORCH_HOME) and set "
             "HF_HUB_OFFLINE=1; a gated model needs $HF_TOKEN; or give --weights FILE"
         ) from fault
+    finally:
+        lock.release()
 
 
 def _from_timm(name: str, side: int | None, features: bool) -> Weights:

@@ -82,7 +82,7 @@ def _stop_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(CHECK_S)
     shutil.rmtree(Path(os.environ[PRIVATE_STORE]).parent, ignore_errors=True)
-    os.write(2, b"warning: the process that started the ranks is gone: finishing the step, saving, then ending\n")
+    os.write(2, b"warning: the process that started the ranks is gone: they end, after a checkpoint if they train\n")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SAVE_S)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -162,15 +162,6 @@ def memory_bytes() -> tuple[int, int]:
     if limit is None or left is None or limit >= total:
         return total, free
     return limit, max(0, min(free, left))
-
-
-def cpu_model() -> str:
-    """Return the name of the processor, as the kernel tells it."""
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("model name", "Model", "Hardware"):
-            return value.strip()
-    return platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ def report_first(message: str, file: Path | None, died_s: float | None = None) -
     try:
         if died_s is not None and not _died_first(died_s, deaths):
             return False
-        with file.open("x") as new:  # exactly one of several can create it
+        with file.open("x", errors="backslashreplace") as new:  # exactly one of several can create it
             new.write(message + "\n")
     except FileExistsError:
         return False

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, get_args, get_origin
 
 import tyro
@@ -248,6 +249,8 @@ def _read_yaml(config_type: type, path: Path) -> list[str]:
             faults.append(f"unknown key `{key}`" + (f"; did you mean `{near[0]}`?" if near else ""))
         elif known[name] is bool and not isinstance(value, bool):
             faults.append(f"key `{key}` takes true or false, found {value!r}")
+        elif value is None and NoneType not in get_args(known[name]):
+            faults.append(f"key `{key}` is empty: give it a value, or leave it out")
         elif isinstance(value, dict) or (
             isinstance(value, list) and (name not in several or any(isinstance(each, list | dict) for each in values))
         ):

@@ -13,6 +13,7 @@ import platform
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from parallel.comm.launch import STARTED_BY_US
@@ -116,7 +117,7 @@ class Launch:
 
 
 def find_launch() -> Launch | None:
-    """Return how this process was launched; None when a user started it alone, also by an MPI launcher or srun.
+    """Return how this process was launched; None when it was launched alone by anything but ``--ranks``.
 
     Raises:
         ValueError: variables of Slurm that cannot be read.
@@ -124,9 +125,11 @@ def find_launch() -> Launch | None:
     for names in (TORCHRUN, *MPI):
         rank, world, local_rank, local_world = (os.environ.get(name) for name in names)
         mpi = names is not TORCHRUN
-        # The only process of an MPI launcher is no rank: as in a Slurm step of one task, --ranks starts some.
+        # The only process of a launcher is no rank: as in a Slurm step of one task, --ranks starts some.
         if rank is None or world is None or (mpi and int(world) < 2):
             continue
+        if int(world) < 2 and not started_by_us():  # torchrun, or the variables of a pod
+            return None
         if mpi and local_world is None:  # srun says itself what PMI does not
             local_rank = os.environ.get("SLURM_LOCALID")
             local_world = str(tasks_of_node(os.environ) or world)
@@ -148,7 +151,7 @@ class Launcher:
     """Program that starts, and restarts, the processes of a run.
 
     Attributes:
-        agent: host and process of torchrun or of ``--ranks``; None when there is neither.
+        agent: host, process and start of torchrun or of ``--ranks``; None when there is neither.
         job: Slurm's number of the job or of the task of an array, the same after a requeue; None outside of Slurm.
         requeued: Slurm has run this job before.
     """
@@ -196,13 +199,17 @@ def find_launcher(environment: Mapping[str, str] = os.environ, *, server: int | 
     Args:
         server: process number of the rank server, in the launcher that is about to start the ranks.
     """
-    agent = None
-    if server or not AGENTS.isdisjoint(environment):
-        agent = f"{platform.node()} {server or os.getppid()}"
+    parent = server or (0 if AGENTS.isdisjoint(environment) else os.getppid())
+    agent = f"{platform.node()} {parent} {_start_ticks(parent)}" if parent else None
     job = environment.get("SLURM_JOB_ID")
     if "SLURM_ARRAY_JOB_ID" in environment:
         job = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     return Launcher(agent, job, int(environment.get("SLURM_RESTART_COUNT", 0)) > 0)
+
+
+def _start_ticks(pid: int) -> str:
+    """Return when a process was started, in ticks since boot: in containers, host names and numbers repeat."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def previous_attempts(record: Attempts, starter: Launcher) -> int:

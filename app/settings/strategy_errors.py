@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from app.settings.fields import at_least, broken, bytes_of, error_of, flag_of, sizes
-from app.settings.launcher import find_launch
+from app.settings.launcher import find_launch, started_by_us
 from app.settings.share_errors import async_errors, mixed_errors, share_errors
 from app.settings.strategy import StrategySettings
 from parallel.memory.policy import ActivationPolicy
@@ -29,6 +29,9 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
     errors += broken(
         {
             **sizes(settings, memory="16GiB"),
+            f"--ranks {settings.ranks} starts ranks, and a launcher has started {settings.world}: leave --ranks out": (
+                settings.ranks not in (1, settings.world) and not started_by_us()
+            ),
             "--memory-excess=stop holds a run against --memory; give that, too": settings.memory_excess == "stop"
             and settings.memory is None,
             **{
@@ -96,6 +99,7 @@ def _of_mesh(settings: StrategySettings) -> list[str]:
     errors = broken(
         {
             f"--parallel single uses one process; got {world} ranks": name == "single" and world > 1,
+            "--stages must be at least 2; got 0": settings.stages == 0 and settings.splits and name != "spatial",
             f"--cuts={settings.cuts} begins stages, and --parallel subgraph has one: leave it out": name == "subgraph"
             and settings.cuts,
             f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {world}": name == "fsdp"
@@ -207,6 +211,9 @@ def _of_memory_policy(settings: StrategySettings) -> list[str]:
             f"--recompute-runs goes with --recompute optimal; got --recompute {recompute}": runs
             and recompute != "optimal",
             OPTIMAL_OFFLOAD: recompute == "optimal" and offload == "overlap" and not runs,
+            f"--recompute optimal is planned for the schedule of --parallel; got --schedule {settings.schedule}: name "
+            "the layers with --recompute-runs, or use --recompute block": settings.needs_recompute_plan
+            and settings.schedule is not None,
             **sizes(settings, offload_ahead="16GiB", offload_host="16GiB"),
             f"--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got {runs!r}": any(
                 len(run.split(":")) != 2 for run in runs.split(",") if run

@@ -210,12 +210,12 @@ class TrainingLoop:
         counts = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
         outcome.validation = {"step": outcome.step, **counts}
         outcome.examples = scores.examples
-        value = scores.metrics[scores.criterion]
+        metric = scores.criterion if outcome.best is None else outcome.best["metric"]
         # Ranks that end at different steps would wait for each other.
         better = share(self._communicator, lambda: scores.better_than(outcome.best))
         outcome.stale = 0 if better else outcome.stale + 1
         if better:
-            outcome.best = {"step": outcome.step, "metric": scores.criterion, "value": value}
+            outcome.best = {"step": outcome.step, "metric": metric, "value": scores.metrics[metric]}
         if self._log:
             self._log.validation(outcome.step, scores)
         named = scores.metrics.items()

@@ -30,13 +30,15 @@ def rows_by(number: NDArray[np.int64] | NDArray[np.int32]) -> tuple[Labels, list
 
 
 def slide_scores(
-    probability: Floats, slide: Labels, how: Literal["mean", "max", "top-k"], k: int
+    probability: Floats, slide: Labels, how: Literal["mean", "max", "top-k"], k: int, positive: int | None = None
 ) -> tuple[Labels, Floats]:
     """One score per slide and class from those of its tiles.
 
     Args:
         probability: (n, C) of each tile.
         how: mean over the tiles, the largest, or the mean of the ``k`` largest, for each class.
+        positive: index of the positive class of two, from whose score that of the other follows, so that the largest
+            of both add up to 1. None: each class has its own.
 
     Returns:
         Slide numbers (s,), ascending, and their scores (s, C).
@@ -47,6 +49,8 @@ def slide_scores(
         tiles = np.sort(probability[own], axis=0)[::-1]
         counted = {"mean": len(tiles), "max": 1, "top-k": k}[how]
         scores[row] = tiles[:counted].mean(axis=0)
+    if positive is not None and how != "mean":
+        scores[:, 1 - positive] = 1 - scores[:, positive]
     return numbers, scores
 
 

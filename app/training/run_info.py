@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.launch.host import cpu_model, memory_bytes, usable_cores
+from app.launch.host import memory_bytes, usable_cores
 from app.settings.launcher import slurm_variables, started_by_us
+from parallel.profile.cache import cpu_model
 
 log = logging.getLogger(__name__)
 

@@ -118,9 +118,10 @@ def choose_splits(
     unknown = frozenset(usable) - truth.patient.keys()
     sites = {slide_id: truth.site[slide_id] for slide_id in usable if slide_id in truth.site}
     known = Splits({}, patients, slide_labels, sites, unknown)
-    saved = load_split(folder.splits, patients) if folder.splits.exists() else None
+    begun = folder.last.exists()
+    saved = load_split(folder.splits, patients, begun=begun) if folder.splits.exists() else None
     split = saved
-    if saved is None or (config.split.is_asked and not folder.last.exists()):
+    if saved is None or (config.split.is_asked and not begun):
         has_truth = {*truth.paths, *truth.failed} if isinstance(truth, SlideAnnotations) else {*truth.label}
         split = _asked_split(config, known, given, has_truth.union(truth.unlabelled), progress)
         if saved is None:

@@ -8,15 +8,17 @@ numpy.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from parallel.comm.communicator import Communicator
+from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.comm.objects import broadcast_object
 
 ROOMS = ("app.", "pipelines.", "parallel.")
@@ -27,12 +29,14 @@ OTHERS = {
     *(("numpy._core.numeric", "_frombuffer"), ("numpy._core.multiarray", "scalar")),
     ("numpy._core.multiarray", "_reconstruct"),
 }
+PENDING_S = 10.0
+"""The first rank tells the others this often that it is still at work: waiting for one message has a time limit."""
 
 Value = TypeVar("Value")
 
 
 def share(communicator: Communicator, find: Callable[[], Value]) -> Value:
-    """Return the value of ``find`` on the first rank; the others do not call it.
+    """Return the value of ``find`` on the first rank, however long it takes; the others do not call it.
 
     Raises:
         Exception: on the first rank, as ``find`` raised it; the others then wait until the first ends the run.
@@ -40,11 +44,33 @@ def share(communicator: Communicator, find: Callable[[], Value]) -> Value:
     if communicator.world == 1:
         return find()
     if communicator.rank == 0:
-        found = find()
+        with _keep_others_waiting(communicator):
+            found = find()
         broadcast_object(communicator, torch.frombuffer(bytearray(pickle.dumps(found, 5)), dtype=torch.uint8))
         return found
-    received: Value = _Unpickler(io.BytesIO(broadcast_object(communicator, None).numpy().data)).load()
+    while (data := broadcast_object(communicator, None)) is None:
+        pass
+    received: Value = _Unpickler(io.BytesIO(data.numpy().data)).load()
     return received
+
+
+@contextlib.contextmanager
+def _keep_others_waiting(communicator: Communicator) -> Iterator[None]:
+    """Send the other ranks None every ``PENDING_S`` seconds inside this block, from a thread of its own."""
+    found = threading.Event()
+
+    def send() -> None:
+        with contextlib.suppress(CommunicationError):  # whatever is sent next fails, too
+            while not found.wait(PENDING_S):
+                broadcast_object(communicator, None)
+
+    thread = threading.Thread(target=send, name="share", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        found.set()
+        thread.join()
 
 
 def take(path: Path) -> Any:

@@ -39,6 +39,7 @@ from parallel.offload.copies import read_later
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import SummedLoss
 from parallel.trace.stage_module import as_tensor
+from pipelines.labels.class_names import positive_class
 
 if TYPE_CHECKING:
     from app.training.session import Session
@@ -51,7 +52,7 @@ class Scores:
     Attributes:
         metrics: name -> value, None where the data cannot define it.
         predictions: one row per slide: slide, split, then scores, empty without a readable tile.
-        criterion: name of the metric that chooses the best checkpoint.
+        criterion: name of the metric that chooses the best checkpoint of a run whose first scores these are.
         tiles, unreadable: how many were to be scored, and how many of them could not be read.
     """
 
@@ -68,14 +69,13 @@ class Scores:
         return [row["slide"] for row in self.predictions if not row["tiles"]]
 
     def better_than(self, best: Mapping[str, Any] | None) -> bool:
-        """True when these scores beat ``best`` (metric, value) or there is nothing to beat."""
-        value = self.metrics[self.criterion]
-        if value is None:
-            return False
-        if best is None or best["metric"] != self.criterion:
-            return True
+        """True when these scores beat ``best`` (metric, value) by its metric, or there is nothing to beat."""
+        metric = self.criterion if best is None else best["metric"]
+        value = self.metrics[metric]
+        if value is None or best is None:
+            return value is not None
         before: float = best["value"]
-        return value < before if self.criterion == "loss" else value > before
+        return value < before if metric == "loss" else value > before
 
 
 def subsample_per_slide(dataset: Dataset, rows: NDArray[np.int64], per_slide: int) -> NDArray[np.int64]:
@@ -227,7 +227,8 @@ def _of_tiles(tiles: _Tiles, sums: NDArray[np.float64], loss: float | None, sett
         "tile_auc": auc(probability, labels),
         "tile_balanced_accuracy": balanced_accuracy(probability, labels),
     }
-    of_slides = slide_scores(probability, slide, settings.slide_score, settings.top_k)
+    positive = positive_class(tiles.dataset.classes, settings.positive_class)
+    of_slides = slide_scores(probability, slide, settings.slide_score, settings.top_k, positive)
     scores = _classification(tiles, metrics, *of_slides)
     return replace(scores, examples=certain_examples(rows, slide, probability, labels))
 

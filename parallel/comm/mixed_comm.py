@@ -55,7 +55,7 @@ class MixedCommunicator(Communicator):
         self._inner = inner
         self._kinds = tuple(kinds)
         on_gpu = device is not None and device.type == "cuda"
-        self._sums = SharedSums(inner, self._kinds, way, PART_BYTES, on_gpu)
+        self._sums = SharedSums(inner, self._kinds, way, on_gpu)
         self._stream: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._tasks = OrderedTasks("mixed sums")
         self._fault: Exception | None = None
@@ -109,7 +109,7 @@ class MixedCommunicator(Communicator):
     def _sum(self, flat: Tensor, ready: Any, operation: Operation) -> None:
         if self._fault is not None:  # after a sum that failed the ranks no longer meet
             raise self._fault
-        step = self._sums.part_bytes // flat.element_size()
+        step = PART_BYTES // flat.element_size()
         try:
             with torch.cuda.stream(self._stream) if ready else contextlib.nullcontext():
                 if ready:
@@ -126,24 +126,23 @@ class MixedCommunicator(Communicator):
 
 
 class SharedSums:
-    """Sums of at most ``part_bytes`` over all ranks, with the same bits on every rank: numbers are added in the order
+    """Sums of at most ``PART_BYTES`` over all ranks, with the same bits on every rank: numbers are added in the order
     of ranks, and the ranks of a crew meet in shared memory."""
 
-    def __init__(self, inner: Communicator, kinds: Sequence[RankKind], way: Way, part_bytes: int, pinned: bool) -> None:
+    def __init__(self, inner: Communicator, kinds: Sequence[RankKind], way: Way, pinned: bool) -> None:
         crews = by_node(kinds) if way == "host" else crews_of(kinds)
         self._ranks, self._crew = _own(inner, crews)
         # As many slices on each machine, or those of one would have nobody to sum with.
         self._slices = min(map(len, crews)) if way == "host" else 1
         _, self._owners = _own(inner, [[crew[k] for crew in crews] for k in range(self._slices)])
         self._at, self._proxies = self._ranks.index(inner.rank), int(way == "device")
-        self.part_bytes = part_bytes
         # The sum, and the numbers of each rank of the crew; those of a proxy stay on its GPU.
         self._parts = 1 + len(self._ranks) - self._proxies
-        self._segment = SharedSegment(self._crew, self._parts * part_bytes, pinned=pinned)
+        self._segment = SharedSegment(self._crew, self._parts * PART_BYTES, pinned=pinned)
 
     def add(self, flat: Tensor) -> None:
         """Sum ``flat`` (n,) over all ranks, in place; every rank calls it with the same number of elements."""
-        total, *parts = [self._segment.part(k, self.part_bytes, flat) for k in range(self._parts)]
+        total, *parts = [self._segment.part(k, flat) for k in range(self._parts)]
         is_proxy = self._proxies > self._at
         if not is_proxy:
             parts[self._at - self._proxies].copy_(flat)
@@ -240,9 +239,9 @@ class SharedSegment:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)[HEADER:]
         self._unlock = page_lock(self._bytes) if pinned else None
 
-    def part(self, number: int, part_bytes: int, like: Tensor) -> Tensor:
-        """Return a tensor of the size and dtype of ``like`` at the beginning of part ``number``."""
-        begin = number * part_bytes
+    def part(self, number: int, like: Tensor) -> Tensor:
+        """Return a tensor of the size and dtype of ``like`` at the beginning of part ``number``, of ``PART_BYTES``."""
+        begin = number * PART_BYTES
         return self._bytes[begin : begin + like.nbytes].view(like.dtype)
 
     def close(self) -> None:

@@ -68,10 +68,9 @@ class ThreadWork:
 class ThreadCommunicator(Communicator):
     """One rank of a ``ThreadGroup``, or of a subgroup of it, whose ``path`` keeps its messages apart from others'."""
 
-    def __init__(self, group: ThreadGroup, path: tuple[int, ...], rank: int, world: int, thread: int) -> None:
+    def __init__(self, group: ThreadGroup, path: tuple[int, ...], rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
-        self._thread = thread
         self._group = group
         self._path = path
         self._collectives = 0
@@ -158,10 +157,10 @@ class ThreadCommunicator(Communicator):
         if self.rank not in ranks:
             return None
         path = (*self._path, self._subgroups)
-        return ThreadCommunicator(self._group, path, list(ranks).index(self.rank), len(ranks), self._thread)
+        return ThreadCommunicator(self._group, path, list(ranks).index(self.rank), len(ranks))
 
     def abort(self) -> None:
-        self._group.fail(f"rank {self._thread} asked all to stop")
+        self._group.fail(f"rank {self.rank} asked all to stop")
 
     def _collective(self, tensor: Tensor, text: str, last: Callable[[list[Tensor]], None], *values: int) -> ThreadWork:
         """Join a collective operation; the last rank to come calls ``last`` with the tensors of all in their order."""
@@ -199,7 +198,7 @@ def run_on_threads(
 
     def run(rank: int) -> None:
         try:
-            results[rank].set_result(function(ThreadCommunicator(group, (), rank, world, rank), argument))
+            results[rank].set_result(function(ThreadCommunicator(group, (), rank, world), argument))
         except BaseException as fault:
             faults.append(fault)  # before the others are told: theirs come after it
             group.fail(f"rank {rank} failed: {type(fault).__name__}: {fault}")
@@ -233,4 +232,4 @@ class LocalCommunicator(ThreadCommunicator):
     """Rank 0 of 1."""
 
     def __init__(self) -> None:
-        super().__init__(ThreadGroup(timeout_s=0), (), 0, 1, 0)
+        super().__init__(ThreadGroup(timeout_s=0), (), 0, 1)

@@ -116,12 +116,18 @@ def open_store(rank: int, world: int, timeout_s: float) -> Store:
     The port and the way to it are tried with plain sockets first, for errors that a reader understands.
 
     Raises:
-        CommunicationError: the port is taken, or the address cannot be reached within ``timeout_s``.
+        CommunicationError: no address is set, the port is taken, or the address cannot be reached within ``timeout_s``.
     """
     if PRIVATE_STORE in os.environ:
         return FileStore(os.environ[PRIVATE_STORE], world)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     name = f"rank {rank} of {world} on {socket.gethostname()}"
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as fault:
+        raise CommunicationError(
+            f"{name} cannot read where the ranks meet ({fault!r}): set MASTER_ADDR and MASTER_PORT to an address and a "
+            "free port of rank 0's host, for all ranks, or use --ranks, srun or torchrun, which set them"
+        ) from fault
     end_s = time.monotonic() + timeout_s
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         if rank == 0:

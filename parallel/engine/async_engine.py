@@ -62,8 +62,6 @@ class AsyncEngine(Engine):
                 self._of[action.microbatch].append((position, action))
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
-        if self._observer:
-            self._observer.step(step)
         self._stage.module.train()
         self._stage.statistics.begin_step(self._work.m)
         self._marks, self._losses, self._waited_s = [], {}, 0.0

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.inference import Outputs, predict, rehearse
+from parallel.engine.messages import take_apart
 from parallel.engine.rank_program import RankProgram, completing_backwards, last_backwards
 from parallel.engine.recorded import DeviceClock, Mark
 from parallel.engine.step import (
@@ -31,7 +32,6 @@ from parallel.engine.step import (
     microbatch_seed,
     read_losses,
 )
-from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind, Schedule
 from parallel.schedule.shares import Shares
@@ -111,8 +111,6 @@ class Engine(TrainingEngine):
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
         work = self._work
-        if self._observer:
-            self._observer.step(step)
         for stage in work.stages.values():
             stage.module.train()
             stage.statistics.begin_step(work.m)
@@ -336,7 +334,8 @@ class Engine(TrainingEngine):
     def _describe(self, position: int, shape: tuple[int, ...], what: str, values: Mapping[str, Any]) -> None:
         """Note names and shapes of ``values``; they follow from those of the tiles, so they are put into words once."""
         if (position, shape) not in self._texts:
-            self._texts[position, shape] = f"{what} {describe(values)}"
+            texts = (f"{name} {take_apart(value)[0]}" for name, value in values.items())
+            self._texts[position, shape] = f"{what} {'; '.join(texts)}"
         self._shapes = self._texts[position, shape]
 
     def _fault(self, position: int, fault: Exception) -> EngineFault:

@@ -231,10 +231,6 @@ class FullyShardedEngine(TrainingEngine):
         return frozenset(name for name, _ in self.module.named_parameters(remove_duplicate=False))
 
     @property
-    def _names(self) -> list[str]:
-        return [name for name, _ in self.module.named_parameters()]
-
-    @property
     def sent_in_step(self) -> int:
         """Parameters are gathered by every forward and every backward pass, gradients summed by the latter."""
         world = self._communicator.world
@@ -245,7 +241,7 @@ class FullyShardedEngine(TrainingEngine):
     def state_dict(self) -> dict[str, Any]:
         model = self._kept(self.module.state_dict())
         states = {name: self._kept(self._divided(name, s)) for name, s in states_by_name(self.optimizer).items()}
-        optimizer = whole_state(self._names, states, options_by_name(self.optimizer))
+        optimizer = whole_state(list(self._held), states, options_by_name(self.optimizer))
         return {} if self._communicator.rank > 0 else {"model": model, "optimizer": optimizer}
 
     def _divided(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +261,7 @@ class FullyShardedEngine(TrainingEngine):
         model = {key: part_like(value, own[key]) if key in own else value for key, value in state["model"].items()}
         self.module.load_state_dict(model)
         names = [name for group in self.optimizer.param_groups for name in group["param_names"]]
-        saved = own_state(self.optimizer, state["optimizer"], self._names)
+        saved = own_state(self.optimizer, state["optimizer"], list(self._held))
         for number, values in saved["state"].items():
             parameter = self._held[names[number]]  # what has its shape is divided as it is, counters are not
             alike = (key for key, value in values.items() if getattr(value, "shape", None) == parameter.shape)

@@ -225,7 +225,7 @@ def _header(form: Form) -> bytes:
     except UnknownTypeError as fault:
         raise ValueError(
             f"between stages go tensors, plain values, tuples, lists, dicts and named tuples of them; {fault}: return "
-            "such a structure there, or cut the model elsewhere (--stages)"
+            "such a structure there, or cut the model elsewhere (--cuts)"
         ) from fault
 
 

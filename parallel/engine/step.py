@@ -137,8 +137,6 @@ class Observer(Protocol):
     def follow(self, schedule: Schedule) -> None:
         """Positions are from now on those in ``schedule``, all ranks' actions of a step."""
 
-    def step(self, number: int) -> None: ...
-
     def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
         """Before the action at ``position`` of this rank's list; ``waiting``: for other ranks."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.engine.messages import Form, Messenger, PendingMessage, take_apart
+from parallel.engine.messages import Form, Messenger, PendingMessage
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action
 from parallel.schedule.mesh import Mesh
@@ -223,11 +223,6 @@ class StageTransfers:
                     found[other] = (*found.get(other, ()), parcel.name)
             self._known[key] = found
         return self._known[key]
-
-
-def describe(values: Mapping[str, Any]) -> str:
-    """Names and shapes, for messages."""
-    return "; ".join(f"{name} {take_apart(value)[0]}" for name, value in values.items())
 
 
 def _add(sums: Gradients, name: str, gradients: list[Tensor]) -> None:

@@ -8,7 +8,7 @@ import time
 
 
 def square(number: int) -> int:
-    """The square; a number below 0 ends the process by that signal, 13 ends it with exit code 13."""
+    """The square; a number below 0 sends the process that signal, 13 ends it with exit code 13."""
     if number < 0:
         # An abort is expected here: it should not leave a core file in the working folder.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -29,6 +29,14 @@ def test_logits_of_timm_models_are_timms_own(name, hub):
     assert weights.normalisation == CENTRED == (theirs.pretrained_cfg["mean"], theirs.pretrained_cfg["std"])
 
 
+def test_weights_in_a_cache_that_cannot_be_written(hub):
+    """It belongs to somebody else, or is mounted read-only."""
+    theirs = random_timm("test_resnet", hub)
+    (hub / "torch").touch()  # not even root can make a folder below it
+    weights = pretrained_weights("timm:test_resnet")
+    assert torch.equal(weights.tensors["conv1.0.weight"], theirs.conv1[0].weight)
+
+
 def test_heads_of_other_classes_are_fresh_and_position_embeddings_follow_the_tile(hub):
     random_timm("test_vit", hub)
     ours = build_model("timm:test_vit", classes=3, side=96).eval()

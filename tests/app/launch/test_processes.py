@@ -26,6 +26,7 @@ from tests.app.conftest import (
     summary_of,
     train_command,
 )
+from tests.helpers.hand_made_checkpoint import CLASSIFIER, write_checkpoint
 
 pytestmark = pytest.mark.process
 
@@ -103,6 +104,24 @@ def test_ranks_stop_and_save_when_their_launcher_is_killed(strategy, classify_sl
     assert (summary["status"], checkpoint_of(out)["step"]) == ("interrupted", summary["steps"])
 
 
+def test_ranks_predict_no_more_when_their_launcher_is_killed(classify_slides, tmp_path):
+    checkpoint, out = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=256, mpp=0.5), tmp_path / "out"
+    words = ("--slides", classify_slides, "--checkpoint", checkpoint, "--model", CLASSIFIER, "--out", out)
+    words += ("--ranks", "2", "--overlap", "0.9", "--batch", "1")  # seconds for each slide
+    launcher = begin(sys.executable, "-m", "app.predict", *map(str, words))
+    while not all((out / f"run-{rank}.log").exists() for rank in range(2)):
+        assert launcher.poll() is None, launcher.communicate()[0]
+        time.sleep(0.01)
+    ranks = [rank_process(launcher, rank) for rank in range(2)]
+    launcher.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=40)
+    for process in alive:
+        process.kill()
+    launcher.communicate()
+    assert not alive
+    assert not (out / "slides.csv").exists()
+
+
 def test_killed_rank_ends_the_run_with_one_message(classify_slides, tmp_path):
     out = tmp_path / "run"
     process = begin_train("--slides", classify_slides, *ENDLESS, *TWO, "--out", out)
@@ -176,6 +195,14 @@ def error_of(*command, timeout_s=140, **env):
 def test_a_rank_that_does_not_come_is_named_once(launcher, expected, tmp_path):
     late = "test $RANK$PMI_RANK$OMPI_COMM_WORLD_RANK = 1 && sleep 120; exec " + " ".join(meeting(tmp_path))
     assert re.search(expected, error_of(*launcher, "sh", "-c", late))
+
+
+def test_a_first_rank_that_fails_before_it_is_watched_ends_the_others(tmp_path):
+    """They waited for its word for half an hour."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "attempts.json").write_text("[]")
+    command = train_command("--slides", tmp_path, "--out", tmp_path / "run", "--parallel", "ddp")
+    assert "attempts.json" in error_of(str(MPIRUN), "-n", "2", *command)
 
 
 def test_a_port_that_is_taken(tmp_path):

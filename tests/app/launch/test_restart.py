@@ -18,6 +18,7 @@ from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from app.training.run_folder import RunFolder
 from tests.app.conftest import QUICK, begin_train, losses_of, rank_process, rows_of, same_weights, summary_of
+from tests.helpers.forked import run_ranks
 
 NO_SIDES = SimpleNamespace(sides=None)
 
@@ -42,14 +43,20 @@ def test_attempts_are_those_of_the_same_start(record, starter, before):
     assert previous_attempts(record, starter) == before
 
 
+def agent_of(pid):
+    """With the start of the process, as names and numbers repeat in containers."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{platform.node()} {pid} {ticks}"
+
+
 def test_starters_are_found():
-    agent = f"{platform.node()} {os.getppid()}"
+    agent = agent_of(os.getppid())
     assert find_launcher({}) == Launcher()
     assert find_launcher({"TORCHELASTIC_RUN_ID": "none"}) == Launcher(agent)
     assert find_launcher({"MEGATILE_RANK": "1"}) == Launcher(agent)
     # Each agent of several counts for itself: the number says nothing about this rank.
     assert find_launcher({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "3"}) == Launcher(agent)
-    assert find_launcher({}, server=7) == Launcher(f"{platform.node()} 7")
+    assert find_launcher({}, server=os.getpid()) == Launcher(agent_of(os.getpid()))
     assert find_launcher({"SLURM_JOB_ID": "33"}) == Launcher(job="33")
     array = {"SLURM_JOB_ID": "35", "SLURM_ARRAY_JOB_ID": "33", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "1"}
     assert find_launcher(array) == Launcher(job="33_2", requeued=True)
@@ -126,6 +133,21 @@ def test_an_attempt_without_a_checkpoint_keeps_the_microbatches(tmp_path):
     for before, microbatches in ((1, 4), (0, 3)):
         begun = train_module._begun(fewer, folder, before)
         assert train_module._with_microbatches(fewer, begun).strategy.microbatches == microbatches
+
+
+@pytest.mark.process
+def test_the_fault_of_an_earlier_start_silences_no_rank(tmp_path):
+    """The first start computed a batch in one microbatch, and two ranks of ddp cannot continue that."""
+    folder, ddp = RunFolder(tmp_path / "run"), StrategySettings("ddp", microbatches=1)
+    folder.open(RunConfig(DataSettings(tmp_path), strategy=ddp, out=folder.path))
+    folder.last.parent.mkdir()
+    folder.last.write_bytes(b"checkpoint")
+    folder.fault_of(1).write_text("rank 0 was killed")
+    words = ("--slides", tmp_path, "--out", folder.path, "--parallel", "ddp", "--device", "cpu", "--resume")
+    codes, printed = run_ranks(2, "app.train", [str(word) for word in words], tmp_path)
+    assert 1 in codes, printed  # of a rank that does not wait for the others at its end
+    assert printed.count("add --microbatches 2 to go on") == 1
+    assert "add --microbatches 2" in folder.fault_of(1).read_text()
 
 
 STEPS, EVERY = 24, 4

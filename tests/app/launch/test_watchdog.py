@@ -297,3 +297,9 @@ def test_one_of_many_speaks_also_without_a_folder(tmp_path):
     assert file.read_text() == f"rank {first.index(True)}\n"
     assert report_first("rank 0", tmp_path / "gone" / "fault.txt")
     assert report_first("rank 0", None)
+
+
+def test_a_path_that_is_no_text_is_reported(tmp_path):
+    file = tmp_path / "fault.txt"
+    assert report_first("no slide \udce4.svs", file)
+    assert file.read_text() == "no slide \\udce4.svs\n"

@@ -103,6 +103,7 @@ def test_printed_config_reads_back_the_same(tmp_path, capsys):
         ("slidez: a\n", "unknown key `slidez`; did you mean `slides`"),
         ("- a\n- b\n", "expected `key: value` lines, found a list"),
         ("slides: a\nresume: 3\n", "key `resume` takes true or false, found 3"),
+        ("slides:\n", "key `slides` is empty: give it a value, or leave it out"),
         ("slides: [\n", "cannot be read"),
         ("slides: a\nread_ahed: 3\n", "unknown key `read_ahed`; did you mean `read_ahead`?"),
     ],
@@ -270,7 +271,7 @@ def test_a_record_of_attempts_of_other_types_is_named(content, tmp_path):
         ("[" * 200 + "]" * 200, "`tile` does not take"),
         ("x", "--tile"),
         ("2026-01-01", "--tile"),
-        ("null", "--tile"),
+        ("null", "`tile` is empty"),
     ],
 )
 def test_values_of_the_wrong_type_are_named(value, says, tmp_path, capsys):

@@ -43,6 +43,7 @@ FAULTS = [
     ("fsdp ranks=2 recompute=optimal memory=1GiB", "--recompute optimal is not for --parallel fsdp"),
     ("gpipe ranks=3 stages=2", "3 ranks cannot be divided into groups of --stages 2"),
     ("gpipe ranks=2 stages=3", "--stages must be 2 to the number of ranks, 2; got 3"),
+    *((f"{on} stages=0", "--stages must be at least 2; got 0") for on in ("1f1b ranks=2", TEAMS, "subgraph ranks=2")),
     ("gpipe ranks=4 stages=2 microbatches=1", "each of 2 groups of 2 ranks needs a"),
     ("mast ranks=2 microbatches=3", "2 microbatches per group, 2 in all"),
     ("1f1b ranks=2 chunks=2", "--chunks is for --parallel interleaved"),
@@ -76,6 +77,7 @@ FAULTS = [
     ),
     ("recompute=block recompute_runs=conv1:relu", "--recompute-runs goes with --recompute optimal"),
     ("recompute=optimal offload=overlap memory=1GiB", "use --recompute block"),
+    (f"1f1b ranks=2 recompute=optimal schedule={__file__}", "planned for the schedule of --parallel; got --schedule"),
     ("recompute=optimal recompute_runs=conv1:relu,layer1", "--recompute-runs takes pairs of layers"),
     ("offload=overlap offload_ahead=some offload_host=-1GiB", "--offload-ahead takes a size", "--offload-host takes"),
     ("offload_ahead=1MiB offload_host=1GiB", "--offload-ahead is about --offload overlap", "--offload-host is about"),
@@ -175,8 +177,12 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
         (MPI, "fsdp", ("--parallel fsdp is torch's own", "not MPI", "or use --parallel ddp")),
         (MPI, f"ddp {RANKS}", ("--device mixed talks over torch.distributed", "MPI launcher")),
         # Ranks of a machine count, and not those of the run.
-        (TORCHRUN, f"ddp {RANKS}", ()),
-        (TORCHRUN, "ddp ranks=3 device=mixed cpu_ranks=2", ("--cpu-ranks is 1 to 1 of the 2 ranks of a machine",)),
+        (TORCHRUN, "ddp device=mixed cpu_ranks=1", ()),
+        (TORCHRUN, "ddp device=mixed cpu_ranks=2", ("--cpu-ranks is 1 to 1 of the 2 ranks of a machine",)),
+        (TORCHRUN, "ddp ranks=4", ()),
+        (TORCHRUN, "ddp ranks=3", ("--ranks 3 starts ranks, and a launcher has started 4: leave --ranks out",)),
+        # After a restart with fewer.
+        (TORCHRUN | {"MEGATILE_RANK": "1"}, "ddp ranks=5", ()),
     ],
 )
 def test_a_launcher_decides_with(launcher, asked, words, monkeypatch):
@@ -191,7 +197,7 @@ def test_a_verification_of_mixed_devices_is_of_processes():
     mixed = settings_of(f"ddp {RANKS}")
     assert (VerifyCommand(mixed).talks_over, VerifyCommand(mixed).validate()) == ("gloo", [])
     (fault,) = VerifyCommand(mixed, communicator="threads").validate()
-    assert "--device mixed is of processes: leave --communicator threads out" in fault
+    assert "ranks on GPUs are processes: leave --communicator threads out" in fault
 
 
 HEAD = ",".join(Push._fields)

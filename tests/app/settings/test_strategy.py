@@ -42,11 +42,10 @@ def test_launchers_are_recognised(launcher, monkeypatch):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_one_process_of_mpi_starts_ranks_itself(launcher, monkeypatch):
+def test_the_only_process_of_a_launcher_starts_ranks_itself(launcher, monkeypatch):
     for name in LAUNCHERS[launcher]:
         monkeypatch.setenv(name, "1" if any(word in name for word in ("SIZE", "NRANKS", "TASKS")) else "0")
-    assert (find_launch() is None) == (launcher != "torchrun")
-    assert StrategySettings(ranks=4).world == (1 if launcher == "torchrun" else 4)
+    assert (find_launch(), StrategySettings(ranks=4).world) == (None, 4)
 
 
 def test_a_slurm_batch_script_is_no_launcher(monkeypatch):
@@ -97,6 +96,9 @@ def test_a_task_is_launched_without_mpi(monkeypatch):
     assert launched(PMI_RANK="4", PMI_SIZE="5") == (4, 5, 1, 2, True)  # srun --mpi=pmi2 says no more of MPI's own
     inside = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "2")
     assert launched(**inside) == (2, 2, 2, 2, False)  # torchrun inside a task
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert find_launch() is None  # a torchrun of one rank inside a task
+    assert launched(MEGATILE_RANK="1", RANK="0") == (0, 1, 2, 2, False)  # --ranks 1, to be started again
 
 
 def test_hosts_and_counts():

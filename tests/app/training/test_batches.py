@@ -255,6 +255,22 @@ def test_what_the_first_rank_finds_is_everybody_s_and_only_classes_of_the_projec
             share_module._Unpickler(io.BytesIO(pickle.dumps(value))).load()
 
 
+def test_the_first_rank_may_take_longer_than_a_message(monkeypatch):
+    """It indexed slides for half an hour, after which the others gave it up."""
+    monkeypatch.setattr(share_module, "PENDING_S", 0.1)
+
+    def index(communicator, fault):
+        time.sleep(1.5)
+        if fault:
+            raise ValueError(fault)
+        return communicator.rank
+
+    for_all = lambda communicator, fault: share(communicator, lambda: index(communicator, fault))  # noqa: E731
+    assert run_on_threads(2, for_all, timeout_s=1) == [0, 0]
+    with pytest.raises(ValueError, match="no slides"):
+        run_on_threads(2, for_all, "no slides", timeout_s=1)
+
+
 def test_a_path_of_python_3_13_is_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)  # the module that its pickles name
     sent = b"cpathlib._local\nPosixPath\n(Vslides\ntR."

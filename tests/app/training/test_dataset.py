@@ -47,6 +47,21 @@ def test_folds_and_sites_are_told_and_saved(tmp_path):
     assert "sites in more than one split: 2" in said[-1]
 
 
+def test_slides_added_to_a_run_with_a_checkpoint_are_to_be_taken_out(tmp_path):
+    """It trains on no others: neither a line for them nor another split would let it go on."""
+    chosen(tmp_path)
+    folder = RunFolder(tmp_path)
+    *lines, added = folder.splits.read_text().splitlines(keepends=True)
+    folder.splits.write_text("".join(lines))
+    without = f"slides without a line: {added.partition(',')[0]}; "
+    with pytest.raises(ValueError, match=f"{without}add a line for each"):
+        chosen(tmp_path)
+    folder.last.parent.mkdir()
+    folder.last.touch()
+    with pytest.raises(ValueError, match=f"{without}they were added since the run began: take them out"):
+        chosen(tmp_path)
+
+
 def test_unknown_patients_are_said_and_saved(tmp_path):
     said = []
     none_known = chosen(tmp_path / "none", said, patient={})

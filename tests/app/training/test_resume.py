@@ -12,6 +12,7 @@ from app.planning.auto import as_square
 from app.settings.run import DataSettings, RunConfig
 from app.training import run_folder
 from app.training.loop import TrainingLoop, _random_state, _set_random_state
+from app.training.outcome import HELP
 from app.training.run_folder import RunFolder
 from pipelines.stream.stream import TileStream
 from pipelines.tiles.tile_table import TileTable
@@ -88,6 +89,15 @@ def test_a_run_that_ran_out_of_memory_goes_on_in_boxes(whole, command, train, tm
     assert (summary["status"], summary["strategy"], summary["stream_px"]) == ("completed", "single", 128)
     assert RunFolder(run).settings()["stream"] == "128"
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_advice(command, train, tmp_path, monkeypatch):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("app.training.session.Session", out_of_memory)
+    said = train(*command, "--out", tmp_path / "run", code=1).stderr
+    assert f"Tried to allocate 2.00 GiB\n{HELP}" in said
 
 
 @pytest.mark.parametrize("stopped", [2, STEPS])

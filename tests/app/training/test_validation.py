@@ -26,7 +26,7 @@ from app.training.metrics import (
     mean_defined,
     slide_scores,
 )
-from app.training.validation import Outputs, evaluate
+from app.training.validation import Outputs, Scores, evaluate
 from models.losses import IGNORE, PixelClassLoss, TileClassLoss
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.step import Microbatch
@@ -39,15 +39,16 @@ SLIDE = np.array([4, 4, 2, 2, 2])
 
 
 @pytest.mark.parametrize(
-    ("how", "k", "expected"),
+    ("how", "k", "positive", "expected"),
     [
-        *(("mean", 1, [[1.4 / 3, 1.6 / 3], [0.55, 0.45]]), ("max", 1, [[0.6, 0.7], [0.9, 0.8]])),
-        ("top-k", 2, [[0.55, 0.6], [0.55, 0.45]]),
-        ("top-k", 9, [[1.4 / 3, 1.6 / 3], [0.55, 0.45]]),  # more than there are tiles: the mean
+        ("mean", 1, 1, [[1.4 / 3, 1.6 / 3], [0.55, 0.45]]),
+        *(("max", 1, None, [[0.6, 0.7], [0.9, 0.8]]), ("max", 1, 0, [[0.6, 0.4], [0.9, 0.1]])),
+        *(("top-k", 2, None, [[0.55, 0.6], [0.55, 0.45]]), ("top-k", 2, 1, [[0.4, 0.6], [0.55, 0.45]])),
+        ("top-k", 9, 1, [[1.4 / 3, 1.6 / 3], [0.55, 0.45]]),  # more than there are tiles: the mean
     ],
 )
-def test_slide_scores_by_mean_max_and_top_k(how, k, expected):
-    numbers, scores = slide_scores(PROBABILITY, SLIDE, how, k)
+def test_slide_scores_by_mean_max_and_top_k(how, k, positive, expected):
+    numbers, scores = slide_scores(PROBABILITY, SLIDE, how, k, positive)
     assert numbers.tolist() == [2, 4]
     assert scores == pytest.approx(np.array(expected))
 
@@ -222,6 +223,17 @@ def test_ignored_px_are_in_no_dice():
     opened = functools.partial(contextlib.nullcontext, iter([part]))
     metrics = evaluate(session_of(engine, PixelClassLoss(), dataset, np.arange(1), opened), 1).metrics
     assert (metrics["dice_background"], metrics["dice_gland"]) == (0, 2 * 3 / (3 + 5))
+
+
+def test_the_best_is_chosen_by_one_metric_all_along():
+    """Of slides without a lesion, Dice is defined only where the model is wrong: its 0 was taken for the best."""
+    by_loss, by_auc = {"metric": "loss", "value": 0.5}, {"metric": "slide_auc", "value": 0.8}
+    assert not Scores({"loss": 0.6, "dice": 0.0}, criterion="dice").better_than(by_loss)
+    assert Scores({"loss": 0.4, "dice": 0.0}, criterion="dice").better_than(by_loss)
+    assert not Scores({"tile_auc": 0.9, "slide_auc": None}, criterion="tile_auc").better_than(by_auc)
+    assert Scores({"tile_auc": 0.7, "slide_auc": 0.85}, criterion="slide_auc").better_than(by_auc)
+    assert Scores({"loss": 0.9, "dice": 0.0}, criterion="dice").better_than(None)
+    assert not Scores({"loss": None}).better_than(None)
 
 
 @pytest.mark.parametrize("pixels", [False, True], ids=["tiles", "pixels"])

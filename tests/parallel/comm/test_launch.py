@@ -170,6 +170,27 @@ def test_what_ranks_of_a_run_load_starts_no_thread_and_no_gpu(tmp_path: Path) ->
     }
 
 
+WARNS = """
+import os, warnings
+fork = os.fork
+
+def warned():
+    child = fork()
+    if child:
+        text = "This process (pid=1) is multi-threaded, use of fork() may lead to deadlocks in the child."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return child
+
+os.fork = warned
+"""
+"""As Python does since 3.12."""
+
+
+def test_threads_that_may_be_there_when_ranks_are_forked_give_no_warning(tmp_path: Path) -> None:
+    (tmp_path / "warns.py").write_text(WARNS)
+    assert "multi-threaded" not in ended(start(tmp_path, "", program=START.replace("json", "warns")), 0)
+
+
 KILLED = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -114,12 +114,14 @@ def test_device_memory_is_given_to_mpi_once_it_is_computed_and_unless_switched_o
     if variable is not None:
         monkeypatch.setenv("MEGATILE_CUDA_AWARE_MPI", variable)
     sent = torch.arange(4.0, device="cuda")
-    work = rank.make().isend(sent, 1, 5)
+    communicator = rank.make()
+    works = [communicator.isend(sent, 1, 5), communicator.iall_reduce(sent)]
     assert rank.mpi.begun == []
     torch.cuda.synchronize()
-    work.wait()
-    assert rank.mpi.begun == [("Isend", 5)]
-    assert (rank.mpi.places == [sent.data_ptr()]) == direct
+    for work in works:
+        work.wait()
+    assert rank.mpi.begun == [("Isend", 5), ("Iallreduce", -1)]
+    assert [place == sent.data_ptr() for place in rank.mpi.places] == [direct, False], "sums are on the host"
 
 
 def test_a_fault_of_the_gpu_is_not_that_of_another_rank(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:

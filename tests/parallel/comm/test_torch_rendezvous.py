@@ -103,6 +103,14 @@ def test_refusals_say_what_to_do(case: str, meet, silent: int, monkeypatch: pyte
     assert re.match(f"rank {rank} of 2 on {socket.gethostname()} .*" + words.format(port), refused(rank, timeout_s))
 
 
+@pytest.mark.parametrize("port", [None, "abc"])
+def test_an_address_that_is_not_set_is_asked_for(port: str | None, meet, monkeypatch: pytest.MonkeyPatch) -> None:
+    meet(HERE, port)
+    if port is None:
+        monkeypatch.delenv("MASTER_PORT")
+    assert re.search(f"{port or 'MASTER_PORT'}.*: set MASTER_ADDR and MASTER_PORT to", refused(0, 1))
+
+
 def client(port: int, *, serves: bool = False) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=20))
 

@@ -23,7 +23,7 @@ from parallel.engine.recorded import gather_timeline, measured_costs
 from parallel.engine.step import Microbatch, StepBatches
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import partition_equal
-from parallel.offload.rng import state_size
+from parallel.offload.rng import get_random_state
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
@@ -205,9 +205,10 @@ def test_every_value_goes_straight_to_the_stages_that_use_it(name: str) -> None:
     partition = partition_equal(trace(net("skips", torch.float32), (1, 3, 12, 12)).graph, strategy.mesh.stages)
     assert any(edge.target > edge.source + 1 for edge in partition.edges)
     assert any(edge.value == RANDOM_STATE for edge in partition.edges)
+    state = get_random_state(torch.device("cpu"))
 
     def size_of(value: str) -> int:
-        return state_size(torch.device("cpu")) if value == RANDOM_STATE else partition.graph.by_name[value].output_bytes
+        return state.numel() if value == RANDOM_STATE else partition.graph.by_name[value].output_bytes
 
     expected: Counter[tuple[int, int]] = Counter()
     actions = (action for own in build_schedule(name, strategy.mesh, m).values() for action in own)

@@ -38,9 +38,6 @@ class Watch:
     def follow(self, schedule: Schedule) -> None:
         pass
 
-    def step(self, number: int) -> None:
-        self.said.append((-1, False, ""))
-
     def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
         self.said.append((position, waiting, shapes))
 
