@@ -57,9 +57,15 @@ class Run:
 def command(module: str, *arguments: str, stops: bool = False) -> None:
     """Print one of the project's commands as a user would type it, and run it."""
     print(f"\n$ python -m {module} {' '.join(arguments)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=not stops)
-    if stops and done.returncode == 0:
-        sys.exit("this run was expected to run out of memory, and did not")
+    subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=not stops)
+
+
+def check_memory_ran_out(run: Run, out: Path) -> None:
+    """Exit with the reason if the run in the folder ``out`` ended otherwise."""
+    path = out / "summary.json"
+    error = json.loads(path.read_text())["error"] if path.exists() else "it ended before the first step"
+    if "out of memory" not in (error or ""):
+        sys.exit(f"{run.title}: it was expected to run out of memory: {error or 'it did not'}")
 
 
 def collect_slides(data: Path) -> Path:
@@ -162,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         out = data / run.name
         shutil.rmtree(out, ignore_errors=True)
         command("app.train", *run.arguments, "--out", str(out), stops=run.stops)
+        if run.stops:
+            check_memory_ran_out(run, out)
         finished.append((run, None if run.stops else json.loads((out / "summary.json").read_text())))
     command("app.plan", *PLAN)
     print("\n" + table(finished))

@@ -4,6 +4,7 @@ All run in this process, and their ranks are forked, but for the demo's first co
 tested where a user's run is.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -90,6 +91,18 @@ def test_demo(project, monkeypatch, capsys):
     assert re.search(r"MASTER, recompute +slide_auc - +\d+\.\d\d", said)
     assert re.search(r"256 px tiles +slide_auc 1\.00", said)
     assert said.count("report: demo-data/") == 7
+
+
+def test_the_demo_tells_other_failures_from_out_of_memory(tmp_path):
+    run, summary = demo.run.Run("1024 px", "large", (), stops=True), tmp_path / "summary.json"
+    with pytest.raises(SystemExit, match=r"1024 px: .* before the first step"):
+        demo.run.check_memory_ran_out(run, tmp_path)
+    for error, told in ((None, "it did not"), ("the loss is nan", "the loss is nan")):
+        summary.write_text(json.dumps({"error": error}))
+        with pytest.raises(SystemExit, match=told):
+            demo.run.check_memory_ran_out(run, tmp_path)
+    summary.write_text(json.dumps({"error": "out of memory on cpu within --memory 480 MiB: lower --tile"}))
+    demo.run.check_memory_ran_out(run, tmp_path)
 
 
 @pytest.mark.parametrize("line", SHOWN)

@@ -211,8 +211,8 @@ class BenchCommand:
     seed: int = 0
     """Of weights, order and augmentation."""
     resume: bool = False
-    """Go on with the benchmark in --out: runs that are done are kept. More tiles, ranks, strategies and repeats may be
-    asked for."""
+    """Go on with the benchmark in --out: runs that are done or out of memory are kept, others repeated. More tiles,
+    ranks, strategies and repeats may be asked for."""
     out: Path = Path("runs/bench")
     """Folder for bench.json, report.html, and the runs."""
 

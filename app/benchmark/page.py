@@ -67,7 +67,7 @@ def write_page(folder: Path) -> Path:
     path = folder / NAME
     try:
         bench = json.loads(path.read_text(encoding="utf-8"))
-        page = render(bench, folder.resolve().name)
+        page = render(bench)
     except FileNotFoundError:
         raise RunError(f"{path} is not there: give the --out folder of app.bench") from None
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as fault:
@@ -75,8 +75,9 @@ def write_page(folder: Path) -> Path:
     return write_text(folder / "report.html", page)
 
 
-def render(bench: Mapping[str, Any], name: str) -> str:
-    rows = bench["rows"]
+def render(bench: Mapping[str, Any]) -> str:
+    rows, out = bench["rows"], bench["settings"]["out"]
+    again = f"{bench['command']} --out {shlex.quote(out + '-again')}"  # of two --out the last counts
     headers = ("model", "tile px", "ranks", "tiles a step", HEADERS[0], HEADERS[-1], *HEADERS[1:-1])
     table = []
     for row in rows:
@@ -87,7 +88,7 @@ def render(bench: Mapping[str, Any], name: str) -> str:
         what=[bench["created"][:16].replace("T", " "), *dict.fromkeys(row["model"] for row in rows)],
         charts=[*charts(rows, "tile_px", "ranks"), *charts(rows, "ranks", "tile_px")],
         table=Table(headers, table, (1, 2, 3, *range(6, len(headers)))),
-        commands=[bench["command"], "# this page alone, from bench.json", f"python -m app.report {shlex.quote(name)}"],
+        commands=[again, "# this page alone, from bench.json", f"python -m app.report {shlex.quote(out)}"],
         settings=flattened(bench["settings"]),
         environment=flattened(bench["environment"]),
     )
@@ -113,5 +114,5 @@ def charts(rows: Sequence[Mapping[str, Any]], x: str, fixed: str) -> list[Chart]
             lines.append(Series(strategy, across, speed, looks[strategy], "dots"))
         if len(sizes) > 1:
             title = f"{model}, {LABELS[fixed]}: {value}"
-            drawn.append(line_chart(lines, title, "images/s", x_label=LABELS[x], sizes=sizes, log=True, last=False))
+            drawn.append(line_chart(lines, title, "images/s", x_label=LABELS[x], sizes=sizes, last=False))
     return drawn

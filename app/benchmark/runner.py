@@ -38,6 +38,8 @@ ALL = SplitSettings(validation=0.0, test=0.0)
 """Every slide is trained on: a benchmark scores nothing."""
 NEVER = 10**9
 """Steps between checkpoints of runs that write none but the last."""
+KEPT = ("ok", "out-of-memory")
+"""Results that are kept when a benchmark is gone on with: the causes of others may be gone."""
 
 
 class BenchmarkRunner:
@@ -96,6 +98,9 @@ class BenchmarkRunner:
                 lines = "\n       ".join(others)
                 raise ValueError(f"{self._folder} was begun with other settings:\n       {lines}")
         self._trials.mkdir(parents=True, exist_ok=True)
+        for result in self._trials.glob("*/*/trial.json"):
+            if Trial.load(result).status not in KEPT:
+                result.unlink()
         path.write_text(yaml.safe_dump({**asked, "m": self._command.m}, sort_keys=False))
 
     def _prepare(self, tile: int) -> None:

@@ -150,10 +150,10 @@ class AreaScores:
         class_map: classes of the annotations by other names, as in training.
 
     Attributes:
-        classes: that model and annotations both have.
+        classes: that model and annotations both have; where nothing is annotated, those of the model.
         dice, iou: float64 (slides, classes); NaN where a class is neither true nor predicted.
         pictures: PNG of the true and the predicted mask of each slide, side by side.
-        left_out: a line for each slide that takes no part, with why, and one for annotated classes that do not.
+        left_out: a line for each slide that takes no part, with why, and for classes that only one side has.
 
     Raises:
         ValueError: no annotation fits, or its classes are others than the model's.
@@ -172,16 +172,19 @@ class AreaScores:
         specs = [SlideSpec(slide_id, _slide_of(slide_id, canvas)) for slide_id, canvas in records.items()]
         files = annotations_in(annotations, specs)
         truth = read_annotations(files, specs, {}, class_map=class_map, known=shown)
-        self.classes = classes = [name for name in shown if name in truth.classes]
+        annotated = truth.classes[1:]
+        self.classes = classes = [name for name in shown if name in annotated or not annotated]
         if not classes:
             raise ValueError(
-                f"--annotations {annotations} have the classes {', '.join(truth.classes[1:])}; the model predicts "
+                f"--annotations {annotations} have the classes {', '.join(annotated)}; the model predicts "
                 f"{', '.join(shown)}: name them alike"
             )
         self.left_out = left_out = [f"{slide_id}: {why}" for slide_id, why in truth.failed.items()]
         left_out += [f"{slide_id}: no annotation" for slide_id in truth.unlabelled]
-        if others := [name for name in truth.classes[1:] if name not in shown]:
+        if others := [name for name in annotated if name not in shown]:
             left_out.append(f"annotated classes without predicted areas count as background: {listed(others)}")
+        if others := [name for name in shown if name not in classes]:
+            left_out.append(f"predicted classes that no annotation has are not scored: {listed(others)}")
         self.slides: list[str] = []
         self.pictures: dict[str, bytes] = {}
         dice, iou = [], []
@@ -200,7 +203,10 @@ class AreaScores:
             assert predicted is not None, folder.file("masks", slide_id)
             counted = true != IGNORE
             pairs = [
-                ((true == truth.classes.index(name)), (predicted == shown.index(name) + 1) & counted)
+                (
+                    true == truth.classes.index(name) if annotated else np.zeros_like(counted),
+                    (predicted == shown.index(name) + 1) & counted,
+                )
                 for name in classes
             ]
             dice.append([_ratio(2 * int((a & b).sum()), int(a.sum()) + int(b.sum())) for a, b in pairs])

@@ -20,8 +20,9 @@ from app.training import metrics
 from app.training.metrics import Floats, Labels, rows_by
 from parallel.units import number_text
 from pipelines.catalog.catalog import SlideNames
-from pipelines.catalog.table import Table, counted, listed, shown
+from pipelines.catalog.table import Table, counted, listed, original, shown
 from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, known_patients
+from pipelines.labels.slide_labels import values_by_slide
 
 BINS = 10
 RESAMPLES = 1000
@@ -37,7 +38,7 @@ class Predictions:
     """Slides or patients with their scores and labels.
 
     Attributes:
-        score: (n, C), rows sum to 1 or less.
+        score: (n, C), each 0 to 1.
         label: (n,) true class.
         patient: (n,) number of each one's patient.
         positive: index of the positive class of two; None: it is unknown, or there are more classes.
@@ -196,7 +197,7 @@ class ScoredSplit:
             what = f"--split {asked} has no predicted slide" if asked else "all predicted slides are training slides"
             raise ValueError(
                 f"{what}: the predictions have {have}. Predict slides that the model was not trained on, or score "
-                f"these with --split {next(iter(counts))}"
+                f"these with --split {next((name for name in counts if name != 'unknown'), 'all')}"
             )
 
     def lines(self) -> list[str]:
@@ -239,15 +240,11 @@ def patients_of(rows: Sequence[Mapping[str, Any]], table: Table | None, pattern:
     Raises:
         ValueError: the table names two patients of a slide, or the pattern finds none.
     """
-    names = SlideNames(row["slide"] for row in rows)
     named: dict[str, str] = {}
-    faults = []
-    for line in () if table is None else table.rows:
-        slide = names.match(line["slide"])
-        if slide is not None and line["patient"] and named.setdefault(slide, line["patient"]) != line["patient"]:
-            faults.append(f"line {line.line}: slide {slide!r} has two patients; keep one")
-    if table is not None and faults:
-        raise ValueError(f"labels {table.path}: {shown(faults)}")
+    if table is not None:
+        named, faults = values_by_slide(table, {row["slide"] for row in rows}, "patient")
+        if faults:
+            raise ValueError(f"labels {table.path}: {shown(faults)}")
     if pattern is not None:
         named = known_patients([row["slide"] for row in rows], named, pattern)
     return {row["slide"]: row["patient"] for row in rows if row["patient"]} | named
@@ -274,13 +271,14 @@ def labelled_slides(
     label: dict[str, int] = {}
     unknown, faults = [], []
     for line in table.rows:
-        slide, name = names.match(line["slide"]), class_map.learned(line["label"])
+        drawn = original(line["label"])
+        slide, name = names.match(original(line["slide"])), class_map.learned(drawn)
         if slide is None:
             unknown.append(line["slide"])
-        elif not line["label"] or (name != line["label"] and IGNORED_CLASS.match(name)):
+        elif not drawn or (name != drawn and IGNORED_CLASS.match(name)):
             continue  # a missing value, or a class that was left out of training
         elif name not in classes:
-            faults.append(f"line {line.line}: {line['label']!r} is no class of the model ({', '.join(classes)})")
+            faults.append(f"line {line.line}: {drawn!r} is no class of the model ({', '.join(classes)})")
         elif label.setdefault(slide, classes.index(name)) != classes.index(name):
             faults.append(f"line {line.line}: slide {slide!r} has two labels; keep one")
     if faults:

@@ -182,17 +182,15 @@ def line_chart(
     sizes: Collection[float] = (),
     mark: Literal["min", "max"] | None = None,
     from_zero: bool = False,
-    log: bool = False,
     last: bool = True,
 ) -> Chart:
     """Return a chart of those series that have a finite value.
 
     Args:
         y_label: what is on the y axis, with its unit.
-        sizes: ticks of an x axis on which doubling is a step.
+        sizes: ticks of an x axis on which doubling is a step; the values are positive, on a logarithmic axis, too.
         mark: which extreme value of the last series is marked and labelled.
         from_zero: the y axis begins at 0, as it should for amounts and shares.
-        log: a logarithmic y axis whatever the values, which are positive.
         last: the legend has the last value of each line.
     """
     shown = [line for line in series if line.finite.any()]
@@ -207,7 +205,7 @@ def line_chart(
         axes = figure.add_subplot(xlabel=x_label)
         values = np.concatenate([line.y[line.finite] for line in shown])
         low, high = values.min(), values.max()
-        if log or (low > 0 and high > LOG_RATIO * low):
+        if sizes or (low > 0 and high > LOG_RATIO * low):
             axes.set_yscale("log")
         elif from_zero:
             axes.set_ylim(bottom=min(low, 0.0), top=1.05 * high if high > 0 else 1.0)

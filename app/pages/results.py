@@ -15,6 +15,9 @@ from typing import Any
 
 from app.pages.html import Table, format_setting, format_value
 from app.pages.run_files import Rows, RunFiles, number_in
+from app.settings.fields import arguments_for, flag_of, with_values
+from app.settings.strategy import StrategySettings
+from app.settings.strategy_errors import strategy_errors
 from parallel.units import bytes_text, seconds_text
 from pipelines.labels.class_names import patient_note
 
@@ -171,7 +174,7 @@ def forecast_table(files: RunFiles) -> Table:
 
 def advice(files: RunFiles) -> list[str]:
     """Return what to try next, most urgent first."""
-    return [*_of_memory(files), *_of_reading(files.summary), *_of_waiting(files.summary)]
+    return [*_of_memory(files), *_of_reading(files.summary), *_of_waiting(files)]
 
 
 def _of_memory(files: RunFiles) -> Iterator[str]:
@@ -179,10 +182,10 @@ def _of_memory(files: RunFiles) -> Iterator[str]:
     limit, taken = _limit(files), _largest(summary.get("device_bytes"))
     recomputes = summary.get("recompute", "none") != "none"
     if summary.get("status") == "failed" and re.search("out of memory", summary.get("error") or ""):
-        yield f"Memory ran out. Try {_smaller(summary)}; `python -m app.plan --largest-tile` says what fits."
+        yield f"Memory ran out. Try {_smaller(files)}; `python -m app.plan --largest-tile` says what fits."
     elif limit and taken and taken >= FULL * limit:
         share = format_setting("_fraction", taken / limit)
-        yield f"Tensors took {share} of {bytes_text(limit)}: for larger tiles or batches try {_smaller(summary)}."
+        yield f"Tensors took {share} of {bytes_text(limit)}: for larger tiles or batches try {_smaller(files)}."
     elif limit and taken and recomputes and taken < ROOM * limit:
         share = format_setting("_fraction", taken / limit)
         yield (
@@ -191,18 +194,29 @@ def _of_memory(files: RunFiles) -> Iterator[str]:
         )
 
 
-def _smaller(summary: Mapping[str, Any]) -> str:
-    """The next two ways of needing less memory that the run did not use, cheapest first."""
-    whole = summary.get("microbatches") == summary.get("global_batch")
-    ways = [
-        (f"--microbatches {summary.get('global_batch')}", not whole),
-        ("--recompute block", summary.get("recompute", "none") == "none" and not summary.get("stream_px")),
-        ("--offload overlap", summary.get("offload", "none") == "none" and not summary.get("stream_px")),
-        ("--stream 512", not summary.get("stream_px")),
-        (f"--stream {(summary.get('stream_px') or 0) // 2}", bool(summary.get("stream_px"))),
-        (f"--ranks {2 * summary.get('ranks', 1)}", True),
-    ]
-    return ", then ".join([way for way, unused in ways if unused][:2])
+def _smaller(files: RunFiles) -> str:
+    """The next two ways of needing less memory that the run did not use and that go together, cheapest first."""
+    summary = files.summary
+    ways = (
+        ("microbatches", summary.get("global_batch"), summary.get("microbatches") != summary.get("global_batch")),
+        ("recompute", "block", summary.get("recompute", "none") == "none"),
+        ("offload", "overlap", summary.get("offload", "none") == "none"),
+        ("stream", str((summary.get("stream_px") or 1024) // 2), True),
+        ("ranks", 2 * summary.get("ranks", 1), True),
+    )
+    chosen: dict[str, Any] = {}
+    for name, value, is_unused in ways:
+        if is_unused and len(chosen) < 2 and _is_accepted(files, chosen | {name: value}):
+            chosen[name] = value
+    flags = [f"{flag_of(name)} {value}" for name, value in chosen.items()]
+    return ", then ".join(flags) or "--parallel auto on more ranks"
+
+
+def _is_accepted(files: RunFiles, changed: Mapping[str, Any]) -> bool:
+    """Return whether ``app.train`` accepts the settings of the run with others ``changed``."""
+    of_run = {name: value for name, value in files.config.items() if name not in ("schedule", "replay")}  # paths
+    of_run |= {"ranks": files.summary.get("ranks", 1), **changed}
+    return not strategy_errors(with_values(StrategySettings(), of_run))
 
 
 def _of_reading(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -225,19 +239,26 @@ def _of_reading(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{begin} Tiles came from the cache: put --cache on a faster disk, or try --read-ahead=4GiB."
 
 
-def _of_waiting(summary: Mapping[str, Any]) -> Iterator[str]:
+def _of_waiting(files: RunFiles) -> Iterator[str]:
+    summary = files.summary
     idle, bubble = summary.get("idle_fraction") or [], summary.get("bubble") or 0.0
     m, batch = summary.get("microbatches") or 1, summary.get("global_batch") or 1
     if idle and max(idle) - min(idle) >= IDLE:
-        yield (
-            f"Some ranks waited up to {format_setting('_fraction', max(idle))} of the step time for slower ones: try "
-            f"--shares auto with --microbatches {max(2 * m, batch)}."
-        )
+        changed = {"parallel": summary.get("strategy"), "shares": "auto", "microbatches": batch}
+        if _is_accepted(files, changed):
+            yield (
+                f"Some ranks waited up to {format_setting('_fraction', max(idle))} of the step time for slower ones: "
+                f"try {' '.join(arguments_for(changed))}."
+            )
     if bubble >= BUBBLE and 2 * m <= batch:
-        yield (
-            f"Ranks of the pipeline waited {format_setting('_fraction', bubble)} of a step for each other: try "
-            f"--microbatches {2 * m}, which fills more of it, or --parallel auto."
-        )
+        more = _is_accepted(files, {"microbatches": 2 * m})
+        planned = _is_accepted(files, {"parallel": "auto"})
+        ways = [f"--microbatches {2 * m}, which fills more of it"] * more + ["--parallel auto"] * planned
+        if ways:
+            yield (
+                f"Ranks of the pipeline waited {format_setting('_fraction', bubble)} of a step for each other: try "
+                f"{', or '.join(ways)}."
+            )
 
 
 def _limit(files: RunFiles) -> int | None:

@@ -62,8 +62,6 @@ EXAMPLE_PX = 640
 """Longer side of an example: a tile, or three beside each other."""
 HOW = {"status": "Ended", "strategy": "Strategy", "ranks": "Ranks"}
 """Of ``summary.json``, above the figures that a run's own report has."""
-OWN = ("out", "resume")
-"""Settings that say nothing of what a run does."""
 
 
 def write_report(run: Path) -> Path:
@@ -253,8 +251,7 @@ def _commands(files: RunFiles) -> list[str]:
         "slurm": f"srun -n {ranks} python",
     }.get(str(launcher.get("started_by")), "python")
     begin = f"{start} -m app.train --config {shlex.quote(out + '/config.yaml')}"
-    fresh = " --no-resume" if files.config.get("resume") else ""
-    anew = f"{begin} --out {shlex.quote(out + '-again')}{fresh}"
+    anew = f"{begin} --out {shlex.quote(out + '-again')}"
     if files.summary.get("status") == "completed":
         return [anew]
     return ["# go on from the last checkpoint", f"{begin} --resume", "# or start anew", anew]
@@ -308,6 +305,6 @@ def _rows(values: Sequence[Mapping[str, str]]) -> list[list[str]]:
 
 
 def _differing(values: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of those values that are not the same in all runs."""
+    """Rows of those values that are not the same in all runs, but for the folder of a run."""
     rows = _rows([dict(flattened(run)) for run in values])
-    return [row for row in rows if row[0] not in OWN and len(set(row[1:])) > 1]
+    return [row for row in rows if row[0] != "out" and len(set(row[1:])) > 1]

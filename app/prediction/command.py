@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,8 @@ from typing import Literal
 from app.settings.fields import at_least, broken
 from app.settings.launcher import find_launch
 from app.settings.run import Backend, mpp_errors
+from app.settings.strategy import JOIN_S
+from pipelines import Rare
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class PredictCommand:
     """parameters: they lie in the host's memory, and come to the device layer by layer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model computes; auto: on a GPU if there is one."""
+    join_timeout_s: Rare[float] = JOIN_S
+    """Seconds that ranks with --stages have to arrive, once the first is there, before the start is given up."""
 
     @property
     def world(self) -> int:
@@ -57,6 +62,9 @@ class PredictCommand:
         rules = {
             f"--overlap is a part of the window, 0 to 0.9; got {self.overlap:g}": not 0 <= self.overlap <= 0.9,
             **at_least(self, batch=1, ranks=1),
+            f"--join-timeout-s must be above 0 and finite; got {self.join_timeout_s:g}": not 0
+            < self.join_timeout_s
+            < math.inf,
             f"--stages divides the number of ranks; got {self.stages} of {self.world} ranks": self.stages < 1
             or self.world % self.stages,
             f"--stream takes none or the side of boxes in px, such as 512; got {self.stream!r}": self.stream != "none"

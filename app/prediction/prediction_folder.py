@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import itertools
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -81,10 +82,12 @@ class PredictionFolder:
         return done
 
     def forget(self, slide_ids: Sequence[str]) -> None:
-        """Slides are to be predicted: what was recorded of their files, which may have changed, holds no more."""
+        """Remove all files and failures of slides that are predicted anew: the slides may have changed."""
         self.failed.remove(slide_ids)
-        for slide_id in slide_ids:
-            self.file("slides", slide_id).unlink(missing_ok=True)
+        parts = [*file_names(self.settings()["shown"]).values(), "attention_weights"]
+        ends = [*SUFFIXES.items(), *(("heat_maps", f"{part}.tif") for part in parts)]
+        for slide_id, (folder, end) in itertools.product(slide_ids, ends):
+            (self.path / folder / f"{slide_id}.{end}").unlink(missing_ok=True)
 
     def finish(
         self, row: Mapping[str, Any], state: SlideState, canvas: Mapping[str, Any], opening: Mapping[str, Any]
@@ -121,6 +124,8 @@ class PredictionFolder:
                 text = io.StringIO(newline="")
                 write_rows(text, [list(rows[0]), *(list(row.values()) for row in rows)])
                 write_text(self.table, text.getvalue())
+            else:
+                self.table.unlink(missing_ok=True)
 
     def _refuse(self, others: Sequence[str]) -> None:
         if others:

@@ -12,7 +12,6 @@ import errno
 import functools
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from app.launch.host import stop_with_launcher
 from app.launch.place import choose_device, connect, host_memory, take_cores
 from app.pages.pictures import as_png
 from app.prediction.command import PredictCommand
@@ -133,8 +133,6 @@ def _rectangle(spec: SlideSpec, model: TrainedModel) -> _Image:
     tiles = result.found
     if not isinstance(tiles, SlideTiles):
         raise SlideError(f"{tiles.step}: {tiles.error}")
-    if not len(tiles.l0_x):
-        raise SlideError(f"{spec.path}: its tissue cannot be read: {tiles.damaged[1]}")
     if model.stain_target is not None:
         method = model.stain_target.method
         fit = functools.partial(stain_of, method=method, tissue_mpp=settings.tissue_mpp, threads=threads)
@@ -240,28 +238,32 @@ def _predictor(
         return lambda spec, folder: predict_image(spec, model, folder), f"pictures as one image of {model.tile} px"
     if index.tile == "slide":
         return lambda spec, folder: predict_image(spec, model, folder), f"slides as one image at {index.mpp:g} um/px"
-    cell = 1 if model.task == "segment" else model.tile // math.gcd(model.tile, CELLS)
-    cells = model.tile // cell
+    divisors = (count for count in range(CELLS, 0, -1) if model.tile % count == 0)
+    cells = model.tile if model.task == "segment" else next(divisors)
+    cell = model.tile // cells
     stride = max(1, round(cells * (1 - command.overlap)))
     least = index.min_tissue if model.task == "classify" else min(index.min_tissue, ANY_TISSUE)
     method = model.stain_target.method if model.stain_target else None
     windows = WindowSettings(model.tile, index.mpp, cell, stride, least, index.tissue_mpp, method)
-    return lambda spec, folder: predict_slide(spec, model, windows, command.batch, folder), (
-        f"windows of {model.tile} px at {index.mpp:g} um/px every {stride * cell} px"
-    )
+    what = f"windows of {model.tile} px at {index.mpp:g} um/px every {stride * cell} px"
+    if stride == cells and command.overlap:
+        what += f"; --overlap {command.overlap:g} has no effect, as they move by whole cells of the heat map"
+    return lambda spec, folder: predict_slide(spec, model, windows, command.batch, folder), what
 
 
 def _spread(command: PredictCommand, rank: int, device: torch.device) -> Placement:
     """Return the placement of the model on this rank; every rank calls it."""
     communicator: Communicator = LocalCommunicator()
     if command.stages > 1:
-        ranks = connect(StrategySettings(ranks=command.world), device)
+        ranks = connect(StrategySettings(ranks=command.world, join_timeout_s=command.join_timeout_s), device)
         groups = [range(first, first + command.stages) for first in range(0, command.world, command.stages)]
         # All ranks make the links of all groups. Which of them a group uses is known once the model is cut.
         ranks.connect([pair for members in groups for pair in itertools.permutations(members, 2)])
         for members in groups:
             group = ranks.subgroup(members)
             communicator = communicator if group is None else group
+    else:
+        stop_with_launcher()
     stream = None if command.stream == "none" else int(command.stream)
     host = None if stream is None else host_memory(device, command.out)
     return Placement(communicator, stream, command.offload == "parameters", host)

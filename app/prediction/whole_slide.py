@@ -60,7 +60,10 @@ def predict_slide(
         with model.computation.fail_together():
             windows = windows_of(spec, settings)
             slide = opened.enter_context(spec.open())
-        answers = _answers(slide, windows, model, batch)
+        pool = ThreadPoolExecutor(rank_cores())
+        opened.callback(pool.shutdown, cancel_futures=True)  # before the slide closes, which its threads read
+        tiles = _tiles(slide, windows, pool, batch + rank_cores())
+        answers = _answers(tiles, windows, model, batch)
         with rank_faults(spec.slide_id, model.computation):
             if not model.computation.writes:
                 deque(answers, 0)
@@ -91,7 +94,7 @@ def predict_slide(
     how = model.config.score
     of_readable = scored.scores[readable], np.zeros(int(readable.sum()), np.int64)
     if scored.attention is None:
-        _, (of_slide,) = slide_scores(*of_readable, how.slide_score, how.top_k)
+        _, (of_slide,) = slide_scores(*of_readable, how.slide_score, how.top_k, model.positive)
     else:
         of_slide = bag_scores(of_readable[0], scored.attention[readable])
     row = slide_row(model, spec.slide_id, windows.state, int(readable.sum()), unread, of_slide)
@@ -198,12 +201,12 @@ def _write_attention(
 
 
 def _answers(
-    slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int
+    tiles: Iterator[Pixels | SlideError], windows: SlideWindows, model: TrainedModel, batch: int
 ) -> Iterator[tuple[int, Floats | str]]:
     """The model's probabilities of each window in order, or why it cannot be read; on ranks that do not have them, only
     the latter. While a GPU computes a batch, the one before it is given."""
     begun: _Begun | None = None
-    for following in itertools.chain(_begun(slide, windows, model, batch), [None]):
+    for following in itertools.chain(_begun(tiles, windows, model, batch), [None]):
         if begun is not None:
             numbers, faults, wait = begun
             yield from ((i, fault) for i, fault in zip(numbers, faults, strict=True) if fault)
@@ -213,15 +216,16 @@ def _answers(
         begun = following
 
 
-def _begun(slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int) -> Iterator[_Begun]:
+def _begun(
+    tiles: Iterator[Pixels | SlideError], windows: SlideWindows, model: TrainedModel, batch: int
+) -> Iterator[_Begun]:
     """Begin to compute all windows in order, batch by batch."""
     computation, unread = model.computation, 0
-    tiles = _tiles(slide, windows, batch + rank_cores()) if computation.reads else None
     stain = windows.stain if isinstance(windows.stain, StainFit) else None
     blank = np.full((model.tile, model.tile, 3), 255, np.uint8)
     for first in range(0, len(windows), batch):
         numbers = range(first, min(first + batch, len(windows)))
-        read = [] if tiles is None else [next(tiles) for _ in numbers]
+        read = [next(tiles) for _ in numbers] if computation.reads else []
         faults: list[str] = computation.broadcast([str(tile) if isinstance(tile, SlideError) else "" for tile in read])
         for fault in filter(None, faults):
             unread += 1
@@ -235,8 +239,8 @@ def _begun(slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int)
         yield numbers, faults, model.begin(images, (len(numbers), 3, model.tile, model.tile), stain)
 
 
-def _tiles(slide: Slide, windows: SlideWindows, ahead: int) -> Iterator[Pixels | SlideError]:
-    """Yield all windows in order, or why one cannot be read; prefetch ``ahead`` of them."""
+def _tiles(slide: Slide, windows: SlideWindows, pool: ThreadPoolExecutor, ahead: int) -> Iterator[Pixels | SlideError]:
+    """Yield all windows in order, or why one cannot be read; prefetch ``ahead`` of them in ``pool``."""
 
     def read(i: int) -> Pixels | SlideError:
         try:
@@ -245,13 +249,12 @@ def _tiles(slide: Slide, windows: SlideWindows, ahead: int) -> Iterator[Pixels |
             return fault
 
     waiting: deque[Future[Pixels | SlideError]] = deque()
-    with ThreadPoolExecutor(rank_cores()) as pool:
-        for i in range(len(windows)):
-            waiting.append(pool.submit(read, i))
-            if len(waiting) >= ahead:
-                yield waiting.popleft().result()
-        while waiting:
+    for i in range(len(windows)):
+        waiting.append(pool.submit(read, i))
+        if len(waiting) >= ahead:
             yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def _reduced(chunk: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:

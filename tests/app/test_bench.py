@@ -242,6 +242,30 @@ def test_another_benchmark_is_not_gone_on_with(tmp_path, capsys):
     assert "--batch is that of the fewest, 2 in the benchmark; asked are 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("status", "repeated"),
+    [("failed", True), ("killed", True), ("cannot", True), ("out-of-memory", False), ("ok", False)],
+)
+def test_runs_whose_fault_may_be_mended_are_repeated(status, repeated, tmp_path, monkeypatch):
+    """A run that had been too slow was not measured with more time, either."""
+    measured = []
+
+    def run(case, shared, prepared, folder, timeout_s):
+        result = trial(1.0) if measured or status == "ok" else Trial(status, "a fault")
+        measured.append(timeout_s)
+        folder.mkdir(parents=True, exist_ok=True)
+        result.save(folder / "trial.json")
+        return result
+
+    monkeypatch.setattr("app.benchmark.runner.run_trial", run)
+    monkeypatch.setattr("app.benchmark.runner.BenchmarkRunner._prepare", lambda *_: None)
+    asked = ["--slides", str(tmp_path), "--out", str(tmp_path / "out"), "--tiles", "256", "--ranks", "1"]
+    asked += ["--strategies", "single", "--repeats", "1"]
+    assert bench.main(asked) == (status != "ok")
+    assert bench.main([*asked, "--resume", "--trial-timeout-s", "7200"]) == (status == "out-of-memory")
+    assert measured == [3600, 7200][: 1 + repeated]
+
+
 DELAYED = "delayed gradients, not the plain step"
 TINY = ("--model", CLASSIFIER, "--mpp", "0.5", "--tiles", "256", "--batch", "4", "--slides")
 

@@ -55,7 +55,7 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], **changed: Any) -> Path
             "gpus": [],
         },
         "settings": {"slides": "demo-data/slides", "tiles": [512, 1024, 2048], "ranks": [1, 2, 4], "batch": 8}
-        | {"microbatches": 8, "repeats": 3, "steps": 5, "memory": "3GiB", "labels": None},
+        | {"microbatches": 8, "repeats": 3, "steps": 5, "memory": "3GiB", "labels": None, "out": "runs/bench"},
         "rows": rows,
     }
     (folder / "bench.json").write_text(json.dumps({**found, **changed}))

@@ -108,9 +108,23 @@ def test_classes_that_nobody_annotated_do_not_shift_the_others(folders, tmp_path
     for k in range(4):
         mask = str(PredictionFolder(tmp_path / "out").file("masks", f"s{k}"))
         cv2.imwrite(mask, 2 * cv2.imread(mask, cv2.IMREAD_UNCHANGED))
-    call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", folders / "truth", code=0)
+    done = call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", folders / "truth", code=0)
     figures = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert figures["dice"] == {"dark": pytest.approx((1 + 2 / 3 + 1 + 1) / 4)}
+    assert "predicted classes that no annotation has are not scored: pale" in done.stdout
+
+
+@pytest.mark.parametrize("suffix", ["geojson", "png"])
+def test_all_that_is_predicted_on_slides_without_a_lesion_is_wrong(suffix, folders, tmp_path):
+    shutil.copytree(folders / "out", tmp_path / "out")
+    for k in range(4):
+        path = write_geojson(tmp_path / "truth" / f"s{k}.geojson")
+        if suffix == "png":
+            path.unlink()
+            cv2.imwrite(str(path.with_suffix(".png")), np.zeros((SIDE, SIDE), np.uint8))
+    done = call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", tmp_path / "truth", code=0)
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["dice"] == {"dark": 0.0}
+    assert "no FROC (0 lesions, 4 detections: no lesion of 275 um or more)" in done.stdout
 
 
 def test_what_does_not_fit_is_refused(folders, tmp_path):

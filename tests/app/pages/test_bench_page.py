@@ -39,7 +39,8 @@ def test_the_page_is_whole_and_needs_nothing_but_itself(bench):
     assert write_page(bench).read_text() == html
     headings = [text(heading) for heading in page(bench).iter("h2")]
     assert headings == ["All rows", "Images per second", "Run it again", "Settings", "Environment"]
-    assert f"python -m app.report {bench.name}" in html
+    assert "--memory 3GiB --out runs/bench-again\n" in html
+    assert "python -m app.report runs/bench<" in html
 
 
 def test_every_row_is_in_the_table_as_it_is(tmp_path):

@@ -31,7 +31,7 @@ PALE = """
   const found = [];
   while (walker.nextNode()) {
     const one = walker.currentNode.parentElement;
-    if (!walker.currentNode.textContent.trim() || one.closest(".timeline svg, title, style")) continue;
+    if (!walker.currentNode.textContent.trim() || one.closest("title, style")) continue;
     const style = getComputedStyle(one);
     const colour = parse(one.ownerSVGElement ? style.fill : style.color);
     const [a, b] = [light(colour), light(ground(one))];

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
@@ -208,6 +209,16 @@ def test_tiles_of_the_last_validation(run):
     assert len(Page(run).pictures) == 2 + 2
 
 
+def test_a_script_in_the_picture_of_a_step_does_not_run(run):
+    picture = '<svg xmlns="http://www.w3.org/2000/svg"><text>µs</text><script>alert("from others")</script></svg>'
+    (run / "schedule.svg").write_text(picture)
+    page = Page(run)
+    assert "One step, by rank" in page.headings("h2")
+    assert "<script" not in page.html
+    (source,) = (image.get("src") for image in page.root.iter("img") if "one step" in image.get("alt"))
+    assert unquote(source) == f"data:image/svg+xml;charset=utf-8,{picture}"
+
+
 def write_plan(run, **changed):
     plan = {"strategy": "ddp", "images_per_second": 20.0, "peak_memory_bytes": [3 << 30, 2 << 30]}
     plan |= {"cost_source": "calibration", "expected_error": 0.1}
@@ -241,6 +252,8 @@ def test_the_forecast_stands_beside_the_measurement(run, page):
 
 FULL = LIMIT | {"device_bytes": [950], "microbatches": 8}
 WAITS = {"data_wait_fraction": 0.31}
+MAST = {"parallel": "mast", "strategy": "mast"}
+SAVES = {"recompute": "block", "offload": "overlap"}
 
 
 @pytest.mark.parametrize(
@@ -252,9 +265,11 @@ WAITS = {"data_wait_fraction": 0.31}
         (WAITS | {"tile_cache": CACHE | {"misses": 9}}, "a second epoch"),
         (WAITS | {"tile_cache": CACHE}, "put --cache on a faster disk"),
         (WAITS | {"tile_px": "slide"}, "--read-ahead=4GiB"),
-        ({"idle_fraction": [0.0, 0.4]}, "--shares auto with --microbatches 8"),
+        ({"idle_fraction": [0.0, 0.4]}, "try --parallel ddp --shares auto --microbatches 8."),
         ({"idle_fraction": [0.4, 0.4]}, None),
-        ({"bubble": 0.5}, "--microbatches 4, which fills more of it"),
+        ({"idle_fraction": [0.0, 0.4], **MAST}, None),
+        ({"bubble": 0.5}, "try --microbatches 4, which fills more of it, or --parallel auto."),
+        ({"bubble": 0.5, **MAST}, "try --parallel auto."),
         ({"bubble": 0.5, "microbatches": 8}, None),
         (
             {"status": "failed", "error": "out of memory on cuda:0: lower"},
@@ -262,13 +277,19 @@ WAITS = {"data_wait_fraction": 0.31}
         ),
         ({"status": "failed", "error": "the loss is nan"}, None),
         (FULL | {"device_bytes": [950, 10]}, "95.00 % of 1000 B: for larger tiles"),
-        (FULL | {"recompute": "block"}, "try --offload overlap, then --stream 512"),
-        (FULL | {"stream_px": 512}, "try --stream 256, then --ranks 4"),
+        (FULL | MAST | {"microbatches": 2}, "try --recompute block, then --offload overlap."),
+        (FULL | {"parallel": "auto"}, "try --recompute block, then --offload overlap."),
+        (FULL | {"recompute": "block"}, "try --offload overlap, then --ranks 4."),
+        (FULL | SAVES | {"parallel": "single", "ranks": 1}, "try --parallel auto on more ranks."),
+        (FULL | {"parallel": "fsdp", "strategy": "fsdp"}, "try --recompute block, then --ranks 4."),
+        (FULL | {"stream_px": 512, "stream": "512"}, "try --stream 256, then --ranks 4."),
         (LIMIT | {"device_bytes": [400], "recompute": "block"}, "leave out --recompute"),
         (LIMIT | {"device_bytes": [700], "recompute": "block"}, None),
     ],
 )
 def test_what_to_try_next(run, summary, said, monkeypatch):
+    config = {name: summary[name] for name in ("parallel", "recompute", "offload", "stream") if name in summary}
+    (run / "config.yaml").write_text(yaml.safe_dump({"slides": "slides", "parallel": "ddp", **config}))
     monkeypatch.setattr("app.pages.run_page.curves", lambda *_: [])
     write_summary(run, **summary)
     page = Page(run)

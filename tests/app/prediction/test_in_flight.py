@@ -2,15 +2,19 @@
 
 import copy
 import functools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from app.prediction import trained_model
+from app.prediction import trained_model, whole_slide
 from app.prediction.computation import Placement
 from app.prediction.trained_model import TrainedModel
-from app.prediction.whole_slide import _answers
+from app.prediction.whole_slide import _answers, _tiles, predict_slide
 from pipelines.slides.slide import SlideError
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.tiles.stain import StainFit
@@ -43,7 +47,8 @@ class Slide:
 def answers(model, target):
     model = copy.copy(model)
     model.stain_target = target
-    return [*_answers(Slide(), Windows(), model, BATCH)]
+    with ThreadPoolExecutor(2) as pool:
+        return [*_answers(_tiles(Slide(), Windows(), pool, BATCH + 2), Windows(), model, BATCH)]
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +103,41 @@ def test_one_maker_of_pixels_is_kept_for_a_slide(path, monkeypatch):
     before = len(made)
     answers(model, FIT)
     assert len(made) - before == 1
+
+
+class WatchedSlide(Slide):
+    """A slide whose windows after the first batch are read slowly, and that may not be closed meanwhile."""
+
+    def __init__(self):
+        self.reading, self.is_read = set(), threading.Event()
+
+    def read(self, region):
+        if region >= BATCH:
+            self.reading.add(region)
+            self.is_read.set()
+            time.sleep(0.2)
+            self.reading.discard(region)
+        return super().read(region)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        assert not self.reading, "closed while it is read"
+
+
+def test_a_slide_is_closed_after_its_last_read_where_the_model_fails(path, monkeypatch):
+    """OpenSlide frees what threads inside a read still use."""
+    slide = WatchedSlide()
+
+    def fail(*_):
+        assert slide.is_read.wait(10)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = TrainedModel(path, CLASSIFIER, torch.device("cpu"), batch=BATCH)
+    model.computation.writes = False  # no files: the answers alone
+    monkeypatch.setattr(TrainedModel, "begin", fail)
+    monkeypatch.setattr(whole_slide, "windows_of", lambda spec, settings: Windows())
+    spec = SimpleNamespace(slide_id="a", open=lambda: slide)
+    with pytest.raises(torch.OutOfMemoryError):
+        predict_slide(spec, model, None, BATCH, None)

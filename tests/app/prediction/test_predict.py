@@ -1,6 +1,7 @@
 """Whole slides predicted by a model that sees what is dark: maps, areas, tables, resuming, and slides that fail."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import cv2
@@ -11,7 +12,9 @@ import tifffile
 import torch
 from shapely.geometry import box, shape
 
+from app.launch import host
 from app.prediction import computation, share, whole_slide
+from app.prediction.command import PredictCommand
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
 from pipelines.catalog.catalog import SlideSpec
@@ -221,6 +224,17 @@ def test_a_classifier_has_a_coarse_map(slides, tmp_path):
     assert values[0, 4] == pytest.approx(255 * np.mean(scores[:2]), abs=0.51)
 
 
+@pytest.mark.parametrize(("side", "cell", "stride"), [(256, 32, 6), (252, 36, 5), (250, 50, 4), (251, 251, 1)])
+def test_windows_of_a_classifier_overlap_by_cells(side, cell, stride, monkeypatch):
+    index = SimpleNamespace(whole_pictures=False, tile=side, mpp=0.5, min_tissue=0.25, tissue_mpp=8.0)
+    model = SimpleNamespace(config=SimpleNamespace(index=index), task="classify", tile=side, stain_target=None)
+    monkeypatch.setattr(share, "predict_slide", lambda spec, model, windows, *_: windows)
+    predict, what = share._predictor(model, PredictCommand(Path("slides"), Path("best.pt")))
+    windows = predict(None, None)
+    assert (windows.cell, windows.stride) == (cell, stride)
+    assert ("--overlap 0.25 has no effect" in what) == (side == 251)
+
+
 def test_a_slide_that_was_replaced_and_fails_is_done_no_longer(slides, checkpoint, tmp_path):
     folder, out = tmp_path / "slides", tmp_path / "out"
     folder.mkdir()
@@ -229,7 +243,7 @@ def test_a_slide_that_was_replaced_and_fails_is_done_no_longer(slides, checkpoin
     (folder / "a.png").write_bytes(b"no picture")
     assert "none of 1 slide could be predicted" in predict(folder, checkpoint, out, code=1).stderr
     assert [*failed(out)] == ["a"]
-    assert PredictionFolder(out).rows() == []
+    assert [*out.rglob("a.*"), *out.glob("slides.csv")] == []
 
 
 def test_a_model_of_whole_slides_gives_a_score_for_each(slides, tmp_path):
@@ -297,6 +311,14 @@ def test_a_rank_whose_slides_are_all_bad_ends_no_other(slides, checkpoint, tmp_p
     codes, printed = run_ranks(1, "app.predict", words, tmp_path)
     assert codes == [1]
     assert "none of 1 slide could be predicted" in printed
+
+
+def test_the_first_rank_of_a_launcher_keeps_others_out_of_the_folder(slides, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "PATIENCE_S", 0.3)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with host.lock_folder(tmp_path):
+        assert "is in use by" in predict(slides, checkpoint, tmp_path, code=1).stderr
 
 
 def test_files_of_a_slide_that_is_named_by_its_path_have_a_folder(tmp_path):

@@ -159,8 +159,13 @@ def test_all_ranks_make_the_links_of_all_groups(world, stages, monkeypatch):
     needed, calls = set(Mesh(world // stages, tuple(range(stages))).pairs(every_skip)), []
     for rank in range(world):
         whole = Recording(rank, world)
-        monkeypatch.setattr(share, "connect", lambda *_, whole=whole: whole)
-        command = PredictCommand(Path("slides"), Path("best.pt"), ranks=world, stages=stages)
+
+        def connect(settings, _, whole=whole):
+            assert settings.join_timeout_s == 9
+            return whole
+
+        monkeypatch.setattr(share, "connect", connect)
+        command = PredictCommand(Path("slides"), Path("best.pt"), ranks=world, stages=stages, join_timeout_s=9)
         group = share._spread(command, rank, CPU).communicator
         assert (group.rank, group.world) == (rank % stages, stages)
         calls.append(whole.calls)
