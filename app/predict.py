@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from app.launch.host import lock_folder
+from app.launch.host import LOCK, lock_folder
 from app.prediction.command import PredictCommand
 from app.settings.cli import RunError, run_command
 from app.settings.launcher import find_launch, started_by_us
@@ -29,8 +29,9 @@ def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
             raise RunError(f"a rank ended with exit code {code}; its message stands above")
         return 0
     with contextlib.ExitStack() as held:
-        if not (started_by_us() or (launch and launch.rank)):  # one rank holds it for all
-            held.enter_context(lock_folder(command.out))
+        if not started_by_us():  # the ranks of two starts must not write into one folder
+            name = f"rank{launch.rank}.lock" if launch and launch.rank else LOCK
+            held.enter_context(lock_folder(command.out, name))
         from app.prediction.share import predict_rank
 
         predict_rank(command, launch.rank if launch else 0)

@@ -99,7 +99,7 @@ class VerifyCommand:
             f"--parallel {strategy.name} talks over torch.distributed: leave --communicator threads out, or use gloo": (
                 strategy.name == "fsdp" and on_threads
             ),
-            "ranks on GPUs are processes: leave --communicator threads out, or use gloo": on_threads
+            "ranks on GPUs are processes: leave --communicator threads out, use gloo, or add --device cpu": on_threads
             and self._has_gpu_ranks,
             f"--communicator {self.communicator} does not fit ranks started by {started}: start mpi under mpirun, gloo "
             "alone or under torchrun, threads alone": started not in fits[self.communicator],

@@ -195,8 +195,8 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         on_node = {kind for kind in joined.kinds if kind.kind == "cuda" and kind.node == joined.kinds[0].node}
         if joined.rank == 0 and len(on_node) > (seen := torch.cuda.device_count()):
             text = (
-                "ranks see %d of the %d GPUs of their machine, and plan as if all shared what one sees: assign GPUs to "
-                "the node (srun --gpus-per-node), not to each task (--gpus-per-task)"
+                "ranks see %d of the %d GPUs of their machine, so that plans assume that all share what one sees: "
+                "assign GPUs to the node (srun --gpus-per-node), not to each task (--gpus-per-task)"
             )
             log.warning(text, seen, len(on_node))
         return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined

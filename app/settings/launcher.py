@@ -8,6 +8,7 @@ own node alone. An attempt may have fewer ranks than the one before, or more.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -209,7 +210,9 @@ def find_launcher(environment: Mapping[str, str] = os.environ, *, server: int | 
 
 def _start_ticks(pid: int) -> str:
     """Return when a process was started, in ticks since boot: in containers, host names and numbers repeat."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    with contextlib.suppress(OSError):  # it has ended, or the kernel hides it
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
 
 
 def previous_attempts(record: Attempts, starter: Launcher) -> int:

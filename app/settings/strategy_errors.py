@@ -29,7 +29,8 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
     errors += broken(
         {
             **sizes(settings, memory="16GiB"),
-            f"--ranks {settings.ranks} starts ranks, and a launcher has started {settings.world}: leave --ranks out": (
+            f"--ranks {settings.ranks} starts ranks, and a launcher has started {settings.world}: leave "
+            "--ranks out, or add --ranks 1 where --config gives it": (
                 settings.ranks not in (1, settings.world) and not started_by_us()
             ),
             "--memory-excess=stop holds a run against --memory; give that, too": settings.memory_excess == "stop"

@@ -165,7 +165,8 @@ class RunFolder:
     def _check_settings(self, asked: Mapping[str, Any]) -> None:
         # A run begun before a setting existed has computed with its default.
         found = flat(RunConfig(DataSettings(Path()))) | BEFORE | self.settings()
-        others = differing(found, asked, "the run has", {*FREE_TO_CHANGE, *LENGTH})
+        scored = {"positive_class"} if found["slide_score"] != "mean" else set()  # it chooses the best checkpoint
+        others = differing(found, asked, "the run has", {*FREE_TO_CHANGE, *LENGTH} - scored)
         (unit, begun), (other_unit, now) = _length(found), _length(asked)
         if (unit, begun) != (other_unit, now):
             line = f"{other_unit}: the run ends after {begun:g} {unit}, asked is {now:g} {other_unit}"

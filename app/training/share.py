@@ -29,7 +29,7 @@ OTHERS = {
     *(("numpy._core.numeric", "_frombuffer"), ("numpy._core.multiarray", "scalar")),
     ("numpy._core.multiarray", "_reconstruct"),
 }
-PENDING_S = 10.0
+PENDING_S = 1.0
 """The first rank tells the others this often that it is still at work: waiting for one message has a time limit."""
 
 Value = TypeVar("Value")

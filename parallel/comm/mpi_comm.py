@@ -1,9 +1,9 @@
 """The communicator over MPI, through mpi4py: any MPI with MPI_THREAD_MULTIPLE, tried with MPICH and Open MPI.
 
-Tensors on a device go through pinned host memory unless this MPI says that it takes device memory; sums always do, as
-Open MPI ends with a segmentation fault there (open-mpi/ompi issue 9845). MEGATILE_CUDA_AWARE_MPI=0 in the environment
-says that it does not. Copies to the host run while the device computes, and operations are handed to MPI in order, each
-once its copy has ended.
+Tensors on a device go through pinned host memory unless this MPI says that it takes device memory;
+MEGATILE_CUDA_AWARE_MPI=0 in the environment says that it does not. Sums always go through the host, as Open MPI's end
+with a segmentation fault (open-mpi/ompi issue 9845). Copies to the host run while the device computes, and operations
+are handed to MPI in order, each once its copy has ended.
 """
 
 from __future__ import annotations

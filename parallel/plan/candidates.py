@@ -68,7 +68,7 @@ def in_teams(
     """Yield those of ``candidates`` with teams in place of ranks, which divide each tile among them.
 
     Args:
-        most_members: of a team: the ranks of a node, which no team leaves.
+        most_members: of a team: the ranks of a node, as a team stays on one node.
     """
     for members in range(2, min(most_members, MAX_TEAM) + 1):
         if ranks % members or most_members % members:

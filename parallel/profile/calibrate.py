@@ -1,7 +1,7 @@
 """Calibration: a model of what layers cost on a device, from some seconds of timed operations; stored.
 
 Ranks of a machine share its memory and its caches: the same number of processes are timed together. Each is this module
-as a program, which prints a JSON line for every reading; what ends it early loses no reading.
+as a program, which prints a JSON line for every reading; what ends it after the first round of all kinds loses none.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
+DEVICE_FAULTS = "cuda (unknown )?error|cuda out of memory|cuda driver|no cuda gpus|cudnn|cublas|triton error"
+"""In messages of torch, its libraries and Triton, in any case."""
 ADVICE = "see which programs nvidia-smi shows on them, or use --device cpu"
 
 
@@ -167,7 +169,7 @@ def is_device_fault(fault: BaseException) -> bool:
     """Return whether ``fault`` is of the device, which ran out of memory or failed, and not of what it computed."""
     if isinstance(fault, torch.OutOfMemoryError | torch.AcceleratorError):
         return True
-    said = re.search("cuda (error|out of memory|driver)|cudnn|cublas", str(fault), re.IGNORECASE)
+    said = re.search(DEVICE_FAULTS, str(fault), re.IGNORECASE)
     return isinstance(fault, RuntimeError) and said is not None
 
 

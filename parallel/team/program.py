@@ -113,7 +113,7 @@ class NodeRun:
     def _compile(self, stage: nn.Module, context: ForwardContext) -> Program:
         region = context.plan.region
         constants = {**({} if region is None else region.constants), **self._constants}
-        # Parts tell their types and devices: plans are made outside autocast, and before the model is on its device.
+        # Types and devices come from the tensors: plans are made outside autocast, before the model is on a device.
         forms = {node.name for node in self._nodes if node.target is getattr and node.args[1] in ("dtype", "device")}
         fixed = constants.keys() - forms
         nodes = [node for node in self._nodes if node.name not in fixed]

@@ -130,8 +130,8 @@ def as_traced(value: Any, expected: bool | int | float, where: str) -> None:
         raise OtherPathError(
             f"the model decides by the shape, type or device of its tiles at {where}, and was split for tiles where "
             f"that is {expected!r}; got {value!r}: put what decides there into a submodule of its own, which stays "
-            "whole and may decide anew each time. Where it decides by shape, tiles of one size, and batches that "
-            "--microbatches divides, do as well"
+            "whole and may decide anew each time. If it decides by shape, tiles of one size and batches that "
+            "--microbatches divides also help"
         )
 
 

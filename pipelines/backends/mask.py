@@ -14,6 +14,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -171,6 +172,15 @@ PIECE_BYTES = 256 << 20
 """Largest decoded tile or strip that is accepted; a mask in one compressed strip is one piece."""
 
 
+@cache  # masks are opened again and again
+def _tell_of_white(path: Path) -> None:
+    log.warning(
+        "%s: class 1 is where the bits of this mask are 1; they are stored as MINISWHITE, so viewers show them black. "
+        "Invert the mask if the class is what viewers show white",
+        path,
+    )
+
+
 class TiffMask:
     """A ``Mask`` over the tiles or strips of the first page of a TIFF. Safe in many threads: every read is positional.
 
@@ -213,11 +223,7 @@ class TiffMask:
             )
         white = tiff.pages[0].number(Tag.PHOTOMETRIC, UNREADABLE) == tifffile.PHOTOMETRIC.MINISWHITE
         if white and self._dtype.kind == "b":
-            log.warning(
-                "%s: class 1 is where the bits of this mask are 1; they are stored as MINISWHITE, so viewers show them "
-                "black. Invert the mask if the class is what viewers show white",
-                path,
-            )
+            _tell_of_white(path)
         self.height, self.width = shape
         size_bytes = path.stat().st_size
         pieces = self._grid[0] * self._grid[1]

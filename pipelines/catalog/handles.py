@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,13 +255,23 @@ def _files(path: Path) -> Iterator[Path]:
             folders.sort()
             yield from (Path(name, file) for file in sorted(names))
     elif suffix == ".dcm" and (series := series_uid(path)):
-        others = sorted(file for file in path.parent.iterdir() if file != path and file.is_file())
-        yield from (file for file in others if series_uid(file) == series)
+        of_series = _by_series(path.parent, path.parent.stat().st_mtime_ns)[series]
+        yield from (file for file in of_series if file != path)
     elif suffix in (".vms", ".vmu"):
         with path.open("rb") as file:  # lines such as ImageFile=slide.jpg
             lines = file.read(END_BYTES).decode("utf-8", "replace").splitlines()
         named = {line.partition("=")[2].strip() for line in lines}.intersection(os.listdir(path.parent))
         yield from filter(Path.is_file, (path.with_name(name) for name in sorted(named)))
+
+
+@lru_cache(64)
+def _by_series(folder: Path, modified_ns: int) -> dict[str, list[Path]]:
+    """The DICOM files of a folder that was changed at ``modified_ns``, in a fixed order, by their series."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for file in sorted(filter(Path.is_file, folder.iterdir())):
+        if series := series_uid(file):
+            found[series].append(file)
+    return found
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -274,7 +274,7 @@ def named_ids(paths: Sequence[Path]) -> dict[int, str]:
     """Return class names by id from ``classes.txt`` files; 0 and ``IGNORE`` are no classes.
 
     Raises:
-        ValueError: no UTF-8, a line that is no id and name, a class of id ``IGNORE``, or an id of two names.
+        ValueError: no UTF-8, a line that is no id and name, or an id of two names.
     """
     named: dict[int, str] = {}
     for path in paths:
@@ -291,14 +291,9 @@ def named_ids(paths: Sequence[Path]) -> dict[int, str]:
                     f"{path} line {number}: expected an id of 0..{IGNORE} and a name, as `1 tumour`; got {line!r}"
                 )
             value, name = int(match[1]), printable_name(match[2])
-            if value == IGNORE and not IGNORED_CLASS.match(name):
-                raise ValueError(
-                    f"{path} line {number}: pixels of value {IGNORE} are ignored, so that {name!r} cannot be learned: "
-                    f"give it another id; if the masks hold 0 and {IGNORE} only, leave the line out and name the class "
-                    f'with --class-map "foreground={name}"'
-                )
-            if value == 0 and name.casefold() != BACKGROUND:
-                logger.warning("%s line %d: 0 is the background: %s is not learned", path, number, name)
+            if value in (0, IGNORE) and name.casefold() != BACKGROUND and not IGNORED_CLASS.match(name):
+                what = "ignored" if value else "background"
+                logger.warning("%s line %d: pixels of %d are %s: %s is not learned", path, number, value, what, name)
             if value not in (0, IGNORE) and named.setdefault(value, name) != name:
                 raise ValueError(
                     f"{path} line {number}: id {value} is {name!r} here and {named[value]!r} before; keep one"

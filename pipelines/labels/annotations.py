@@ -206,7 +206,7 @@ def read_annotations(
     mask_names = {value: class_map.learned(mask_names[value]) for value in sorted(mask_names)}
     drawn = sorted(set(map(class_map.learned, names)))
     classes = (BACKGROUND, *filter(is_learned, dict.fromkeys([*mask_names.values(), *drawn])))
-    if not (2 if known is None else 1) <= len(classes) < IGNORE:
+    if not (2 if known is None or without_area else 1) <= len(classes) < IGNORE:
         raise ValueError(
             f"{files.source}: the {len(slides) - len(failed)} files that can be read must draw between 1 and "
             f"{IGNORE - 2} classes; they draw {len(classes) - 1}"

@@ -69,7 +69,7 @@ def check_spellings(names: Iterable[str], source: str, what: str = "classes") ->
     """Refuse names that are one class, patient or site written in several ways, as Tumor and tumor.
 
     Args:
-        what: the names are. Of classes alone 0 and 0.0 are one: patients 1.1 and 1.10 are two.
+        what: "classes", "patients" or "sites". Equal numbers, as 0 and 0.0, are one class; they may be two patients.
 
     Raises:
         ValueError: there are such names; lists them, classes with the ``--class-map`` that joins them.
@@ -80,7 +80,9 @@ def check_spellings(names: Iterable[str], source: str, what: str = "classes") ->
     several = [written for written in spellings.values() if len(written) > 1]
     if several:
         entries = [f'"{other}={kept}"' for kept, *others in several for other in others]
-        joined = f", or join them with --class-map {' '.join(entries)}" if what == "classes" else " in --labels"
+        joined = " in --labels, or of the slides"
+        if what == "classes":
+            joined = f", or join them with --class-map {' '.join(entries)}"
         raise ValueError(
             f"{source}: {what} written in several ways: "
             + shown([" and ".join(map(repr, written)) for written in several])

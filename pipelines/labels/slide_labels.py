@@ -159,7 +159,7 @@ def _labels_from_table(
     name_of: dict[str, str] = {}
     unknown: list[str] = []
     for row in table.rows:
-        slide = names.match(row["slide"])
+        slide = names.match(original(row["slide"]))
         if slide is None:
             unknown.append(row["slide"] or f"(line {row.line}: no slide)")
         elif row["label"] and learned(name_of.setdefault(slide, row["label"])) != learned(row["label"]):

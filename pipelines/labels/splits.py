@@ -102,7 +102,7 @@ def load_split(path: Path, patient: Mapping[str, str], *, begun: bool = False) -
         elif split.setdefault(slide, name) != name:
             faults.append(f"line {row.line}: slide {slide!r} is in {split[slide]} and in {name}; keep one line")
     if missing:
-        added = "they were added since the run began: take them out, or begin another run with another --out"
+        added = "the run has a checkpoint without them: take them out, or begin another run with another --out"
         remedy = added if begun else "add a line for each, or delete the file to split anew"
         faults.append(f"slides without a line: {listed(sorted(missing))}; {remedy}")
     refuse_faults(f"split file {path}", faults, split, patient)

@@ -123,7 +123,8 @@ class TileIterator(Closing):
             ValueError: the state belongs to a stream with other settings; names them.
         """
         ours = self._fingerprint()
-        saved = {"annotations": ours.get("annotations")} | state["stream"]  # earlier versions recorded none
+        drawn = "digest of the annotation files"  # which earlier versions did not record
+        saved = {drawn: ours.get(drawn)} | state["stream"]
         differing = [
             f"{key} was {saved.get(key, 'not set')}, now {ours.get(key, 'not set')}"
             for key in sorted({*saved, *ours})

@@ -291,9 +291,10 @@ class TileStream:
             **({} if self.bag is None else {"bag": self.bag}),
             "weights": "no" if self.weights is None else _digest(self.weights),
             "target": "none" if self.target is None else self.target.fingerprint(),
-            **({"annotations": self.target.annotations.digest} if isinstance(self.target, Masks) else {}),
             "global_batch": self.global_batch,
         }
+        if isinstance(self.target, Masks):
+            settings["digest of the annotation files"] = self.target.annotations.digest
         varied = asdict(self.augmentation) if self.augmentation.augment != "none" else {"augment": "none"}
         cut = {} if self.cut is None else {"crop": f"varied {self.cut.varied}, flip {self.cut.flip}"}
         return settings | cut | {f"augment.{key}": str(value) for key, value in varied.items()}

@@ -251,8 +251,8 @@ class TileTable:
 
 
 def _made(kind: type[Row], values: dict[str, Any]) -> Row:
-    """A ``kind`` of ``values``, each of the type that its field has."""
-    made = kind(**values)
+    """A ``kind`` of ``values``, each of the type that its field has; older files have figures that are not used."""
+    made = kind(**{name: value for name, value in values.items() if name in kind.__dataclass_fields__})
     for field in fields(made):
         value, wanted = getattr(made, field.name), str(field.type).split(" | ")
         if type(value).__name__.replace("NoneType", "None") not in wanted and not (

@@ -180,7 +180,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
         (TORCHRUN, "ddp device=mixed cpu_ranks=1", ()),
         (TORCHRUN, "ddp device=mixed cpu_ranks=2", ("--cpu-ranks is 1 to 1 of the 2 ranks of a machine",)),
         (TORCHRUN, "ddp ranks=4", ()),
-        (TORCHRUN, "ddp ranks=3", ("--ranks 3 starts ranks, and a launcher has started 4: leave --ranks out",)),
+        (TORCHRUN, "ddp ranks=3", ("--ranks 3 starts ranks, and a launcher has started 4: leave --ranks out, or add",)),
         # After a restart with fewer.
         (TORCHRUN | {"MEGATILE_RANK": "1"}, "ddp ranks=5", ()),
     ],

@@ -58,7 +58,7 @@ def test_slides_added_to_a_run_with_a_checkpoint_are_to_be_taken_out(tmp_path):
         chosen(tmp_path)
     folder.last.parent.mkdir()
     folder.last.touch()
-    with pytest.raises(ValueError, match=f"{without}they were added since the run began: take them out"):
+    with pytest.raises(ValueError, match=f"{without}the run has a checkpoint without them: take them out"):
         chosen(tmp_path)
 
 

@@ -194,6 +194,9 @@ def test_bf16_that_a_gpu_only_emulates_does_not_count(capability: tuple[int, int
         (torch.AcceleratorError("CUDA error: out of memory"), True, True),  # of page-locked memory
         (torch.AcceleratorError("CUDA error: unspecified launch failure"), True, False),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, True),
+        (RuntimeError("CUDA error: out of memory"), True, True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True, True),
+        (RuntimeError("No CUDA GPUs are available"), True, False),
         (RuntimeError("Expected all tensors to be on the same device, but found cuda:0 and cpu!"), False, False),
         (RuntimeError("shape '[2]' is invalid for input of size 3"), False, False),
         (ValueError("cuda"), False, False),

@@ -183,9 +183,9 @@ def test_a_state_of_other_drawings_is_refused(tmp_path):
         streams.append(stream_of().mask(annotations_in(tmp_path, "s0")))
     state = iter(streams[0]).get_state()
     iter(streams[0]).set_state(state)
-    with pytest.raises(ValueError, match=r"cannot go on from the saved state.*annotations was"):
+    with pytest.raises(ValueError, match=r"cannot go on from the saved state.*annotation files was"):
         iter(streams[1]).set_state(state)
-    del state["stream"]["annotations"]  # of a run that did not record it
+    del state["stream"]["digest of the annotation files"]  # of a run that did not record it
     iter(streams[1]).set_state(state)
 
 
