@@ -39,7 +39,7 @@ ALL = SplitSettings(validation=0.0, test=0.0)
 NEVER = 10**9
 """Steps between checkpoints of runs that write none but the last."""
 KEPT = ("ok", "out-of-memory")
-"""Results that are kept when a benchmark is gone on with: the causes of others may be gone."""
+"""Results that ``--resume`` keeps: the causes of others may be gone."""
 
 
 class BenchmarkRunner:

@@ -186,8 +186,8 @@ def refuse_series(path: Path) -> None:
     """Refuse the slide whose series ``path`` is of, for what any of its files says.
 
     Raises:
-        SlideError: channels, planes, samples or a compression that are not read, no ImageType, sequences nested too
-            deep, frames without their positions, a file that is cut short, or a .dcm file that cannot be read.
+        SlideError: channels, planes, samples or a compression that are not read. No ImageType, or frames without their
+            positions. Sequences nested too deep. A file that is cut short, or a .dcm file that cannot be read.
     """
     series = _of_slide(path)[0].text(Tag.SERIES)
     for file in sorted(path.parent.iterdir()):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.backends.dicom_head import is_segmentation, series_uid
-from pipelines.catalog.handles import SlideState
+from pipelines.catalog.handles import HAMAMATSU_INDEXES, SlideState, hamamatsu_parts
 from pipelines.catalog.table import LABELS_FILE, read_table, read_text
 from pipelines.slides.geometry import mpp_fault
 from pipelines.slides.slide import Slide, SlideError, printable, url_of, url_path
@@ -40,9 +40,6 @@ PREDICTIONS_FILE, PREDICTED_PICTURES = "predict.json", frozenset({"heat_maps", "
 
 QUPATH_PROJECT, MASK_ENDINGS = ".qpproj", ("_mask", "-mask")
 """Suffix of a QuPath project, whose thumbnails are in ``data/1``, ``data/2``, ... beside it; ends of stems of masks."""
-
-HAMAMATSU_INDEXES, HEAD_BYTES = frozenset({".vms", ".vmu"}), 256 << 10
-"""Text files that name the JPEG files which are their slide's pixels, and as much of one as is read: all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +271,12 @@ def is_mask_name(stem: str) -> bool:
 
 def _hamamatsu_parts(folder: Path, names: list[str]) -> set[str]:
     """The files of ``names`` that a VMS or VMU file of the same folder names as its pixels."""
-    text = ""
+    parts: set[str] = set()
     for name in names:
         if _has_suffix(name, HAMAMATSU_INDEXES) and _size(folder / name) >= 0:
-            with contextlib.suppress(OSError), (folder / name).open("rb") as file:  # it fails as a slide
-                text += file.read(HEAD_BYTES).decode("utf-8", "replace") + "\n"
-    return {line.partition("=")[2].strip() for line in text.splitlines()}.intersection(names)
+            with contextlib.suppress(OSError):  # it fails as a slide
+                parts |= hamamatsu_parts(folder / name, names)
+    return parts
 
 
 def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -154,6 +154,8 @@ class SlidePool:
             slide.close()
 
 
+HAMAMATSU_INDEXES, HEAD_BYTES = frozenset({".vms", ".vmu"}), 256 << 10
+"""Text files that name the JPEG files which are their slide's pixels, and as much of one as is read: all of it."""
 END_BYTES, BLOCK_BYTES, BLOCKS = 64 << 10, 4 << 10, 16
 """Read of a file: both ends, and blocks evenly between them; less than 200 KB."""
 
@@ -257,11 +259,20 @@ def _files(path: Path) -> Iterator[Path]:
     elif suffix == ".dcm" and (series := series_uid(path)):
         of_series = _by_series(path.parent, path.parent.stat().st_mtime_ns)[series]
         yield from (file for file in of_series if file != path)
-    elif suffix in (".vms", ".vmu"):
-        with path.open("rb") as file:  # lines such as ImageFile=slide.jpg
-            lines = file.read(END_BYTES).decode("utf-8", "replace").splitlines()
-        named = {line.partition("=")[2].strip() for line in lines}.intersection(os.listdir(path.parent))
+    elif suffix in HAMAMATSU_INDEXES:
+        named = hamamatsu_parts(path, os.listdir(path.parent))
         yield from filter(Path.is_file, (path.with_name(name) for name in sorted(named)))
+
+
+def hamamatsu_parts(index: Path, names: Collection[str]) -> set[str]:
+    """Return the files of ``names``, of the same folder, that a VMS or VMU file names, such as its pixels.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with index.open("rb") as file:  # lines such as ImageFile=slide.jpg
+        lines = file.read(HEAD_BYTES).decode("utf-8", "replace").splitlines()
+    return {line.partition("=")[2].strip() for line in lines}.intersection(names)
 
 
 @lru_cache(64)

@@ -1,6 +1,8 @@
 """Maps of a prediction: windows blended, areas drawn, and batch norms in the convolutions before them."""
 
 from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from shapely.geometry import shape
 from torch import nn
 
-from app.prediction import blending
+from app.prediction import blending, share
 from app.prediction.blending import Blender, chunks, gaussian_window
+from app.prediction.command import PredictCommand
 from app.prediction.computation import with_folded_norms
 from app.prediction.slide_files import area_of, feature, largest_areas, peaks, polygons_of, without_saddles
 from models.registry import build_model
@@ -26,6 +29,17 @@ def blended(blender, windows, height):
             row = y
         blender.add(x, y, values)
     return np.concatenate([*rows, *blender.rows_above(height)], axis=1)
+
+
+@pytest.mark.parametrize(("side", "cell", "stride"), [(256, 32, 6), (252, 36, 5), (250, 50, 4), (251, 251, 1)])
+def test_windows_of_a_classifier_overlap_by_cells(side, cell, stride, monkeypatch):
+    index = SimpleNamespace(whole_pictures=False, tile=side, mpp=0.5, min_tissue=0.25, tissue_mpp=8.0)
+    model = SimpleNamespace(config=SimpleNamespace(index=index), task="classify", tile=side, stain_target=None)
+    monkeypatch.setattr(share, "predict_slide", lambda spec, model, windows, *_: windows)
+    predict, what = share._predictor(model, PredictCommand(Path("slides"), Path("best.pt")))
+    windows = predict(None, None)
+    assert (windows.cell, windows.stride) == (cell, stride)
+    assert ("--overlap 0.25 has no effect" in what) == (side == 251)
 
 
 def test_two_windows_that_overlap_by_one_column(tmp_path):

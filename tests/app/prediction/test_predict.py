@@ -1,7 +1,6 @@
 """Whole slides predicted by a model that sees what is dark: maps, areas, tables, resuming, and slides that fail."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import cv2
@@ -14,7 +13,6 @@ from shapely.geometry import box, shape
 
 from app.launch import host
 from app.prediction import computation, share, whole_slide
-from app.prediction.command import PredictCommand
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
 from pipelines.catalog.catalog import SlideSpec
@@ -222,17 +220,6 @@ def test_a_classifier_has_a_coarse_map(slides, tmp_path):
     # the corner is seen by the first window alone, the cell beside the middle of it by the first two
     assert values[0, 0] == round(255 * scores[0])
     assert values[0, 4] == pytest.approx(255 * np.mean(scores[:2]), abs=0.51)
-
-
-@pytest.mark.parametrize(("side", "cell", "stride"), [(256, 32, 6), (252, 36, 5), (250, 50, 4), (251, 251, 1)])
-def test_windows_of_a_classifier_overlap_by_cells(side, cell, stride, monkeypatch):
-    index = SimpleNamespace(whole_pictures=False, tile=side, mpp=0.5, min_tissue=0.25, tissue_mpp=8.0)
-    model = SimpleNamespace(config=SimpleNamespace(index=index), task="classify", tile=side, stain_target=None)
-    monkeypatch.setattr(share, "predict_slide", lambda spec, model, windows, *_: windows)
-    predict, what = share._predictor(model, PredictCommand(Path("slides"), Path("best.pt")))
-    windows = predict(None, None)
-    assert (windows.cell, windows.stride) == (cell, stride)
-    assert ("--overlap 0.25 has no effect" in what) == (side == 251)
 
 
 def test_a_slide_that_was_replaced_and_fails_is_done_no_longer(slides, checkpoint, tmp_path):
