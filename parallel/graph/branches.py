@@ -8,6 +8,7 @@ modules the fork is one value, in cells of AmoebaNet two, and in DeepLab's ASPP 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,8 +69,9 @@ def find_branches(graph: LayerGraph, members: int) -> Branches:
     """
     seconds, held = equal_cost(graph), [0] * members
     member_of, region_of, regions = dict[str, int](), dict[str, int](), list[BranchRegion]()
+    heavy = heavy_positions(graph)
     for block in find_blocks(graph):
-        best = max(_regions(graph, block, seconds, members), key=_beside, default=None)
+        best = max(_regions(graph, block, heavy, seconds, members), key=_beside, default=None)
         if best is None:
             continue
         region = _exchanged(graph, best, held)
@@ -97,9 +99,10 @@ def _beside(region: BranchRegion) -> tuple[float, int]:
     return sum(region.seconds) - max(region.seconds), region.start - region.stop
 
 
-def _regions(graph: LayerGraph, block: Block, seconds: Sequence[float], members: int) -> Iterator[BranchRegion]:
-    """Yield the regions of a block in which at least two branches multiply matrices."""
-    heavy = heavy_positions(graph)
+def _regions(
+    graph: LayerGraph, block: Block, heavy: frozenset[int], seconds: Sequence[float], members: int
+) -> Iterator[BranchRegion]:
+    """Yield the regions of a block in which at least two branches multiply matrices, the ``heavy`` layers."""
     first = max(1, block.start)
     for stop in range(first + 2, min(block.stop, len(graph.layers) - 1) + 1):
         if len(graph.layers[stop].inputs) < 2 or not graph.can_cut(stop):  # nothing is joined there
@@ -126,7 +129,8 @@ def _connected(graph: LayerGraph, start: int, stop: int) -> set[int]:
     """Return the positions up to ``stop`` that use the value at ``start``, or that no cut may separate from it."""
     name = graph.layers[start].name
     users = (k for k in range(start + 1, min(graph.last_uses[start] + 1, stop)) if name in graph.layers[k].inputs)
-    held = next((last for first, last in graph.inseparable if first <= start < last), start)
+    at = bisect.bisect(graph.inseparable, (start, len(graph.layers)))
+    held = max([start, *(last for _, last in graph.inseparable[at - 1 : at])])  # pairs are sorted and do not overlap
     return {*users, *range(start + 1, min(held + 1, stop))}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +116,12 @@ class LayerGraph:
             place, or parameters or buffers used several times. Disjoint and sorted.
         classes: path of a module -> name of its class; only for labels.
         whole: path of a module that could not be looked into -> why; only for messages.
-        remembered: what was worked out of the graph, by name, for those who ask again.
     """
 
     layers: tuple[Layer, ...]
     inseparable: tuple[tuple[int, int], ...] = ()
     classes: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     whole: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    remembered: dict[object, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     by_name: Mapping[str, Layer] = field(init=False, repr=False, compare=False)
     position: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
@@ -160,7 +157,7 @@ class LayerGraph:
         freed = []
         for layer in self.layers:
             first_saved = {number: size for number, size in layer.saved if number not in seen}
-            seen |= first_saved.keys()
+            seen.update(first_saved)  # not |=, which makes a new set of a dictionary's keys
             freed.append(sum(first_saved.values()))
         return tuple(freed)
 

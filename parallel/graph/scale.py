@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from parallel import remembered
 from parallel.graph.layers import Convolution, Layer, LayerGraph, Op
 
 T = TypeVar("T")
@@ -34,13 +35,12 @@ def with_tiles(graph: LayerGraph, tiles: int) -> LayerGraph:
     """
     if tiles < 1:
         raise ValueError(f"a microbatch has at least one tile; got {tiles}")
-    if tiles == 1:
-        return graph
-    if ("tiles", tiles) not in graph.remembered:
-        layers = tuple(_scaled(layer, tiles) for layer in graph.layers)
-        graph.remembered["tiles", tiles] = dataclasses.replace(graph, layers=layers)
-    scaled: LayerGraph = graph.remembered["tiles", tiles]
-    return scaled
+    return graph if tiles == 1 else _with_tiles(graph, tiles)
+
+
+@remembered
+def _with_tiles(graph: LayerGraph, tiles: int) -> LayerGraph:
+    return dataclasses.replace(graph, layers=tuple(_scaled(layer, tiles) for layer in graph.layers))
 
 
 def _scaled(layer: Layer, tiles: int) -> Layer:

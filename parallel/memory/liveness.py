@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from parallel import remembered
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 
 Ints = npt.NDArray[np.int64]
@@ -136,11 +137,12 @@ def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -
     Gradients of what later layers use are there from the beginning to the end, those of what earlier layers made stay
     until the end: both are messages. Work space of a layer is counted with its gradients.
     """
-    stop = len(graph.layers) if stop is None else stop
-    spans: tuple[LiveRange, ...] | None = graph.remembered.get(("gradients", start, stop))
-    if spans is None:
-        spans = graph.remembered["gradients", start, stop] = tuple(_Gradients(graph, start, stop).spans())
-    return spans
+    return _gradient_spans(graph, start, len(graph.layers) if stop is None else stop)
+
+
+@remembered
+def _gradient_spans(graph: LayerGraph, start: int, stop: int) -> tuple[LiveRange, ...]:
+    return tuple(_Gradients(graph, start, stop).spans())
 
 
 @dataclass

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from parallel import remembered
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
@@ -140,11 +141,9 @@ def segments_of(partition: Partition, stage: int, policy: ActivationPolicy) -> t
     return tuple(segments)
 
 
-def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[int, int]]:
+@remembered
+def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> tuple[tuple[int, int], ...]:
     """Return (first position, position after the last) of each, in order."""
-    known, runs = graph.remembered.get("runs", (None, []))
-    if known is chosen:
-        return list(runs)
     runs = []
     for first, last in chosen:
         for name in (first, last):
@@ -154,9 +153,7 @@ def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[
         if run[0] >= run[1] or not _can_stand_alone(graph, *run):
             raise ValueError(f"{first!r} to {last!r} cannot be recomputed alone: no cut may fall there; plan anew")
         runs.append(run)
-    runs.sort()
-    graph.remembered["runs"] = chosen, runs  # the stages of a partition ask one after the other
-    return runs
+    return tuple(sorted(runs))
 
 
 def _can_stand_alone(graph: LayerGraph, start: int, stop: int) -> bool:

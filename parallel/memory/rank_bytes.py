@@ -117,7 +117,7 @@ def rank_bytes(
         of_rank = sorted({stage for stage, _ in mesh.held_by(rank)})
         updates = any(action.kind is Kind.UPDATE for action in actions)
         single = sum(stages[stage].parameters for stage in of_rank)
-        parameters = single * versions(actions)[1]  # one stage a rank, where microbatches update it
+        parameters = single * (versions(actions)[1] if updates else 1)  # one stage a rank, where microbatches update it
         sliced = sum(map(slice_of, of_rank))
         largest = max((min(stages[stage].largest_parameter, slice_of(stage)) for stage in of_rank), default=0)
         update = _update(single, sliced, slots, largest, device)

@@ -32,7 +32,7 @@ class Windows:
     Args:
         graph: traced with a microbatch of the size in question.
         seconds: of each layer, forward and backward.
-        positions: increasing, where stages may begin, with both ends: 0 and the number of layers.
+        positions: increasing, where stages may begin, with both ends: 0 and the number of layers, or those of a stage.
         held: storages of the graph's memory, or those that the layers of the windows asked for touch; all unless given.
 
     Attributes:
@@ -57,10 +57,9 @@ class Windows:
     ) -> None:
         self.graph = graph
         self.positions = tuple(positions)
-        assert self.positions[0] == 0, self.positions
-        assert self.positions[-1] == len(graph.layers), self.positions
         self._begin = np.asarray(self.positions)
-        self._end = self._begin - 1  # the last layer of a window that ends at a position; -1 picks nothing that counts
+        self._end = self._begin - 1  # the last layer of a window that ends at a position; the first means nothing
+        self._columns = np.arange(self.positions[0], self.positions[-1])
         self._seconds = np.asarray(seconds, dtype=np.float64)
         self._storages = storages(graph) if held is None else list(held)
         self._remembered: dict[object, npt.NDArray[np.float64]] = {}
@@ -100,7 +99,7 @@ class Windows:
 
     @functools.cached_property
     def kept_bytes(self) -> Matrix:
-        kept: Matrix = self._kept[:, self._end]
+        kept: Matrix = self._kept[:, self._end - self.positions[0]]
         return kept
 
     @functools.cached_property
@@ -108,7 +107,7 @@ class Windows:
         forward = self._rows(r for storage in self._storages for r in _unsaved(storage))
         spans = gradient_spans(self.graph)
         backward = self._rows((0, first, first, last, size) for first, last, size in spans)
-        backward += np.asarray(self.graph.owned_bytes)
+        backward += np.asarray(self.graph.owned_bytes)[self._columns]
         # Two bounds from above: gradients of received values until the end, or all that pass by.
         first = self._peak(np.maximum(forward, backward)) + self.returned_bytes
         backward += self._rows((first + 1, last, 0, last, size) for first, last, size in spans)
@@ -119,23 +118,24 @@ class Windows:
 
     @functools.cached_property
     def _kept(self) -> Matrix:
-        """(P, layers), as ``_rows`` gives."""
+        """As ``_rows`` gives."""
         return self._rows(r for storage in self._storages for r in _kept(storage, len(self.graph.layers)))
 
     def _peak(self, more: Matrix) -> Matrix:
         """The most of what is kept and of ``more``, up to the end of each window."""
         more += self._kept
-        more[np.arange(more.shape[1])[None, :] < self._begin[:, None]] = 0
+        more[self._columns[None, :] < self._begin[:, None]] = 0
         np.maximum.accumulate(more, axis=1, out=more)
-        most: Matrix = more[:, self._end]
+        most: Matrix = more[:, self._end - self.positions[0]]
         return most
 
     def _at_ends(self, rectangles: Iterable[Rectangle]) -> Matrix:
-        return self._rows(rectangles)[:, self._end]
+        return _summed(self._begin, self._end, rectangles)
 
     def _rows(self, rectangles: Iterable[Rectangle]) -> Matrix:
-        """(P, layers): entry [i, p] for the window that begins at ``positions[i]`` and ends with layer p."""
-        return _summed(self._begin, np.arange(len(self.graph.layers)), rectangles)
+        """(P, columns): entry [i, p] for the window that begins at ``positions[i]`` and ends with layer p of those
+        between the first and the last position."""
+        return _summed(self._begin, self._columns, rectangles)
 
 
 def _summed(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], rectangles: Iterable[Rectangle]) -> Matrix:
@@ -280,7 +280,7 @@ class SegmentWindows:
             else:
                 kept.append((start, first, first + 1, last, storage.bytes))
                 kept += [(start, first, min(saved) + 1, stop, storage.bytes)] if saved else []
-        windows = Windows(graph, forward_s, sorted({0, *places, len(graph.layers)}), touched).among(places)
+        windows = Windows(graph, forward_s, places, touched)
         self.held_again = _summed(at, at, again)
         self.held_kept = _summed(at, at, kept)
         self.work = windows.peak_bytes - windows.entered_bytes + _summed(at, at, _passing(graph, start, stop))

@@ -176,7 +176,8 @@ class StageCache:
         paired = candidate.paired and candidate.depth <= DEEP
         # Of what is left on the device in the end, what enters a stage is the part that its cuts decide.
         candidate = candidate.under(recompute="stage" if candidate.policy.saves else "none", offload="none")
-        key: object = candidate if within else (size, candidate.stages, tuple(self._speeds(candidate)), paired)
+        memory = self._rule(candidate) if within else None
+        key = size, candidate.stages, candidate.members, tuple(self._speeds(candidate)), paired, memory
         if key not in self._partitions:
             members = candidate.members
             links = [self.cluster.link(seat * members, (seat + 1) * members) for seat in range(candidate.depth - 1)]
@@ -186,7 +187,7 @@ class StageCache:
                     candidate.stages,
                     link_s=max(1 / link.bandwidth for link in links if link is not None),
                     speeds=self._speeds(candidate),
-                    memory=self._rule(candidate) if within else None,
+                    memory=memory,
                     paired=paired,
                 )
             except ValueError:
