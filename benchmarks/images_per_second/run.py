@@ -30,7 +30,7 @@ from demo.run import collect_slides
 from parallel.strategy import WHOLE
 
 OUT = BENCH_DATA / "images_per_second"
-MEMORY, BATCH = "2GiB", 4
+MEMORY = "2GiB"
 WHOLE_MODEL = (
     *("single", "single+recompute", "single+recompute+offload", "single+stream"),
     *("ddp", "ddp+recompute", "fsdp", "async"),
@@ -45,6 +45,8 @@ PLANNED = "auto"
 LENGTH = {512: (5, 3), 1024: (4, 3)}
 """By tile side: steps, runs. A step of the largest tiles takes minutes."""
 USUAL = (3, 1)
+TILES_A_STEP = {4096: 2}
+"""By tile side, where it is not four."""
 LONGEST_S = "3600"
 """Of one run: more, and it counts as failed."""
 FIGURES = [header for header in HEADERS if header != "from memory"]
@@ -74,11 +76,11 @@ def _label(slides: Path) -> None:
 
 def measure(model: str, tile: int, ranks: Sequence[int], strategies: Sequence[str], asked: argparse.Namespace) -> Path:
     """Run ``app.bench``; return its folder, which is named after the tile size and the most ranks."""
-    steps, repeats = LENGTH.get(tile, USUAL)
+    (steps, repeats), batch = LENGTH.get(tile, USUAL), str(TILES_A_STEP.get(tile, 4))
     folder = OUT / model / part_of(tile, ranks)
     command = [
         *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
-        *("--ranks", *map(str, ranks), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
+        *("--ranks", *map(str, ranks), "--batch", batch, "--microbatches", batch, "--memory", MEMORY),
         *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", str(asked.steps or steps)),
         *("--repeats", str(asked.repeats or repeats), "--resume", "--twin-steps=0", f"--trial-timeout-s={LONGEST_S}"),
         *("--out", str(folder)),
@@ -169,12 +171,12 @@ def main() -> None:
             for ranks, strategies in parts:
                 folder = measure(model, tile, ranks, asked.strategies or strategies, asked)
                 bench = json.loads((folder / "bench.json").read_text())
-                rows, best = bench["rows"], fastest_whole(bench["rows"])
+                rows, best, batch = bench["rows"], fastest_whole(bench["rows"]), bench["settings"]["batch"]
                 text = results(
                     shlex.join(["python", "-m", "benchmarks.images_per_second.run", *sys.argv[1:]]),
                     verdict(rows),
                     markdown_table(("ranks", *FIGURES, BESIDE), [line(row, best) for row in rows]),
-                    f"{BATCH} tiles a step, {MEMORY} a rank. All runs together: {bench['wall_s'] / 60:.0f} min.\n",
+                    f"{batch} tiles a step, {MEMORY} a rank. All runs together: {bench['wall_s'] / 60:.0f} min.\n",
                 )
                 publish(__file__, text, asked.write, f"{model} {part_of(tile, ranks)}")
 
