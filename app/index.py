@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,7 +85,7 @@ def index(command: IndexCommand) -> None:
         if part is not None:
             held.enter_context(lock_folder(command.out, f"{part.file_name}.lock"))
         name = Path(part.file_name if part else "run").with_suffix(".log")
-        held.enter_context(_logged(command.out / name))
+        log_to(command.out / name)
         say = held.enter_context(contextlib.closing(IndexProgress(functools.partial(print, flush=True))))
         failed = FailedSlides(command.out / "failed_slides.csv")
         try:
@@ -147,19 +146,6 @@ def _page(
     path = write_slides_page(command.out / "slides.html", rows, pictures, truth.classes if truth else (), what)
     counts = {text: sum(name in row.flags for row in rows) for name, text in FILTERS.items()}
     return path, ", ".join(f"{text}: {counts[text]}" for text in FILTERS.values())
-
-
-@contextlib.contextmanager
-def _logged(path: Path) -> Iterator[None]:
-    """While this lasts, log every slide to ``path``."""
-    logger = logging.getLogger("pipelines")
-    level, handler = logger.level, log_to(path, "pipelines")
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-        handler.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from app.launch.host import LOCK, lock_folder
 from app.prediction.command import PredictCommand
-from app.settings.cli import RunError, run_command
+from app.settings.cli import USAGE, RunError, run_command
 from app.settings.launcher import find_launch, started_by_us
 from parallel.comm.launch import RankServer
 
@@ -26,7 +26,8 @@ def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
         with lock_folder(command.out), RankServer(["app.predict", *arguments], loads) as server:
             code = server.launch(command.ranks)
         if code:
-            raise RunError(f"a rank ended with exit code {code}; its message stands above")
+            message = f"a rank ended with exit code {code}; its message stands above"
+            raise ValueError(message) if code == USAGE else RunError(message)
         return 0
     with contextlib.ExitStack() as held:
         if not started_by_us():  # the ranks of two starts must not write into one folder

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.planning.auto import as_square, check_largest, decided, in_boxes, plan_run, plan_text
+from app.planning.auto import PLAN, as_square, check_largest, decided, in_boxes, plan_run, plan_text
 from app.settings.cli import FAILED, USAGE, RunError, describe_system_error, run_command
 from app.settings.launcher import (
     Attempts,
@@ -90,7 +90,8 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
     if code:
         fault_file = folder.fault_of(max(1, folder.attempts().begun))
         where = f"above and in {fault_file}" if fault_file.exists() else "above"
-        raise RunError(f"a rank ended with exit code {code}; its message stands {where}")
+        message = f"a rank ended with exit code {code}; its message stands {where}"
+        raise ValueError(message) if code == USAGE else RunError(message)
     return 0
 
 
@@ -155,7 +156,6 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
 
     placement = place(config.strategy)
     interrupt = Interrupt()
-    interrupt.listen()  # there was nothing to save before, and who waits for ranks that do not come is to end at once
     try:
         _take_folder(folder, placement, held)
         placement = agree_on_precision(placement, config.strategy.computed_precision)
@@ -232,6 +232,7 @@ def _train_guarded(
 
     memory = PeakMemory(placement.device)
     dataset, plan = _prepare_once(config, folder, placement, before)
+    interrupt.listen()  # before, a signal ends the process: no step is lost, and the index is saved as it grows
     strategy = decided(config.strategy, folder.path, placement.device.type, plan)
     session = Session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.watchdog)
     loop = TrainingLoop(session, folder, interrupt)
@@ -298,10 +299,10 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int, placement: RankP
 
 
 def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
-    """Decide what was left to a planner, into the run folder."""
+    """Write ``plan.json`` into the run folder where something is left to a planner; else remove it."""
     planned = config if dataset.tiles.sides is None else as_square(config, dataset.tiles.largest)
     learned = len(dataset.classes), dataset.task == "segment"
-    epoch_tiles = len(dataset.rows("train")) if planned is config and not config.stream.bag else None
+    epoch_tiles = len(dataset.rows("train")) if planned is config else None
     if config.strategy.needs_plan:
         try:
             plan_run(planned, *learned, folder.path, say, epoch_tiles)
@@ -311,7 +312,9 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
             raise RunError(f"{fault}; {in_boxes(dataset.tiles.largest)}") from fault
         if not config.resume:  # a resumed run keeps its number
             folder.keep_microbatches(decided(config.strategy, folder.path, "cpu", plan_text(folder.path)).m)
-    elif dataset.tiles.sides is not None:
+        return
+    (folder.path / PLAN).unlink(missing_ok=True)  # of an earlier start: reports would show its forecast
+    if dataset.tiles.sides is not None:
         check_largest(config, dataset.tiles.largest, *learned)
 
 

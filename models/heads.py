@@ -92,8 +92,11 @@ class PoolHead(nn.Module):
         return pooled.permute(0, 2, 3, 1) if self.channels_last else pooled
 
 
-def replace_pool(model: nn.Module, name: str, head: Head) -> None:
+def replace_pool(model: nn.Module, name: str, head: Head, side: int | None) -> None:
     """Put ``head`` in the place of the global average pooling of ``model``, in place.
+
+    Args:
+        side: of the tiles, px; None: one that the model takes.
 
     Raises:
         ValueError: the model does not end in one global average pool of a map, or cannot be asked for its channels.
@@ -112,7 +115,7 @@ def replace_pool(model: nn.Module, name: str, head: Head) -> None:
     if not isinstance(old, nn.AdaptiveAvgPool2d):  # timm's
         channels_last = getattr(old.pool, "dim", (2, 3)) == (1, 2)
         flatten = isinstance(old.flatten, nn.Flatten) or bool(getattr(old.pool, "flatten", False))
-    channels = _channels(model, name, head, path, channels_last)
+    channels = _channels(model, name, head, path, channels_last, side)
     pool = AttentionPool(channels) if head == "attention" else GeneralisedMean()
     model.set_submodule(path, PoolHead(pool, channels_last=channels_last, flatten=flatten))
 
@@ -132,12 +135,12 @@ def pool_path(model: nn.Module) -> str | None:
     return outer[0] if len(outer) == 1 else None
 
 
-def _channels(model: nn.Module, name: str, head: Head, path: str, channels_last: bool) -> int:
+def _channels(model: nn.Module, name: str, head: Head, path: str, channels_last: bool, side: int | None) -> int:
     """Return the channels of the pooled map, from a copy without data."""
     shapes: list[torch.Size] = []
     without_data = copy.deepcopy(model).to("meta").eval()
     without_data.get_submodule(path).register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
-    side = getattr(model, "pretrained_cfg", {}).get("input_size", (3, PROBE_PX, PROBE_PX))[-1]
+    side = side or getattr(model, "pretrained_cfg", {}).get("input_size", (3, PROBE_PX, PROBE_PX))[-1]
     try:
         with torch.no_grad():
             without_data(torch.empty(1, 3, side, side, device="meta"))
@@ -146,7 +149,8 @@ def _channels(model: nn.Module, name: str, head: Head, path: str, channels_last:
     except Exception as fault:  # any code of a model that is not ours
         raise ValueError(
             f"--head {head} cannot be had for model {name}: how many channels its last map has cannot be found out "
-            f"without data ({type(fault).__name__}: {fault}); use --head average"
+            f"without data on {side} x {side} px ({type(fault).__name__}: {fault}); use another --tile, or --head "
+            "average"
         ) from fault
 
 
@@ -181,11 +185,12 @@ def put_bag_head(model: nn.Module, name: str, classes: int) -> None:
     model.set_submodule(path, GatedClassifier(classifier))
 
 
-def has_bag_head(names: Iterable[str]) -> bool:
-    """Return whether tensors of these ``names`` include those of a ``GatedClassifier``."""
+def bag_head_path(names: Iterable[str]) -> str | None:
+    """Return the path of the ``GatedClassifier`` whose tensors are among ``names``; None where there is none."""
     known, end = set(names), ".score.weight"
     heads = {name.removesuffix(end) for name in known if name.endswith(end)}
-    return any(all(f"{head}.{part}.weight" in known for part in ("classifier", "value", "gate")) for head in heads)
+    parts = ("classifier", "value", "gate")
+    return next((head for head in heads if all(f"{head}.{part}.weight" in known for part in parts)), None)
 
 
 def bag_logits(outputs: Tensor) -> Tensor:

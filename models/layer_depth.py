@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.external import close_matches, keep_statistics
+from models.heads import PoolHead
 
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -77,7 +78,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 TRUNK = "trunk"
-"""Stands for all layers but the last, where no module is called so."""
+"""Stands for all layers but the last and the pooling of ``--head``, where no module is called so."""
 
 
 def freeze(model: nn.Module, paths: Iterable[str]) -> list[str]:
@@ -94,7 +95,8 @@ def freeze(model: nn.Module, paths: Iterable[str]) -> list[str]:
     for path in paths:
         names = {name for name in parameters if f"{name}.".startswith(f"{path}.")}
         if not names and path == TRUNK:
-            names = {name for layer in layers_of(model)[:-1] for name in layer}
+            pools = tuple(f"{name}." for name, part in model.named_modules() if isinstance(part, PoolHead))
+            names = {name for layer in layers_of(model)[:-1] for name in layer if not name.startswith(pools)}
         if not names:
             known = {part for name in parameters for part in (name.partition(".")[0], name.rpartition(".")[0]) if part}
             raise ValueError(

@@ -63,9 +63,9 @@ class TileClassLoss(ClassLoss):
         Raises:
             ValueError: logits of another form.
         """
-        if logits.dim() != 2:
+        if not isinstance(logits, Tensor) or logits.dim() != 2:
             raise ValueError(
-                f"a tile classifier gives logits (n, classes); this model gives {tuple(logits.shape)}: "
+                f"a tile classifier gives logits (n, classes); this model gives {_form(logits)}: "
                 "choose a classification --model, or --task segment with annotations"
             )
         return self.of_items(_in_full(logits), labels).mean()
@@ -111,11 +111,10 @@ class PixelClassLoss(ClassLoss):
         Raises:
             ValueError: logits of another form or size.
         """
-        form = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if not isinstance(logits, Tensor) or logits.dim() != 4 or logits.shape[-2:] != classes.shape[-2:]:
             raise ValueError(
                 f"a segmentation model gives logits (n, classes, h, w) of the tile's size {tuple(classes.shape[-2:])}; "
-                f"this one gives {form}: choose a segmentation --model such as unet, or --task classify"
+                f"this one gives {_form(logits)}: choose a segmentation --model such as unet, or --task classify"
             )
         logits = _in_full(logits)
         counted = classes != IGNORE
@@ -137,6 +136,11 @@ class PixelClassLoss(ClassLoss):
             return loss
         dice = (2 * overlap + 1) / (size + 1)
         return loss + (1 - dice).mean()
+
+
+def _form(outputs: object) -> str:
+    """Return the shape of a tensor, or the name of the type of anything else."""
+    return str(tuple(outputs.shape)) if isinstance(outputs, Tensor) else type(outputs).__name__
 
 
 def _in_full(logits: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def build_model(
         model = build(*map(int, match.groups()), classes=classes, norm=norm)
     else:
         model = _foreign(name, classes, norm, side)
-    replace_pool(model, name, head)
+    replace_pool(model, name, head, side)
     return model
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.heads import pool_path
+from models.heads import bag_head_path, pool_path
 
 WRAPPERS = ("teacher", "model", "state_dict")
 """Keys that a state dict lies under: that of a teacher in self-supervised training goes before its student's."""
@@ -82,6 +82,8 @@ def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
         of_pool = f"{path_of_pool}."
         fresh |= {key: "--head, not in the file" for key in missing if key.startswith(of_pool)}
         unused |= {key: "another --head, not in the model" for key in extra if key.startswith(of_pool)}
+    if bag_head := bag_head_path(tensors):
+        unused |= {key: "--bag, not in the model" for key in extra if key.startswith(f"{bag_head}.")}
     shapes = {key: f"file {tuple(tensors[key].shape)}, model {tuple(wanted[key].shape)}" for key in other_shape}
     # Another number of classes can be a head's alone: output channels of other layers are input channels of the next.
     counts = {(tensors[key].shape[:1], wanted[key].shape[:1]) for key in other_shape}
@@ -107,7 +109,7 @@ def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
     tensors_of = {kind: Counter(block_of(key, part) for key in of_kind[kind]) for kind in KINDS}
     names = dict.fromkeys((*(block_of(key, part) for key in wanted), *(n for kind in KINDS for n in tensors_of[kind])))
     blocks = {name: {kind: tensors_of[kind][name] for kind in KINDS} for name in names}
-    return LoadedWeights(source, prefix, part, len(wanted), blocks, tuple(reasons))
+    return LoadedWeights(source, prefix, part, len(wanted), blocks, tuple(reasons), frozenset((*fresh, *kept)))
 
 
 def best_fit(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[str, str]:
@@ -210,6 +212,7 @@ class LoadedWeights:
         tensors: of the model.
         blocks: name -> how many tensors of each of ``KINDS``; those of the model first, in its order.
         left: a line for each tensor that was not loaded.
+        drawn: tensors of the model that were not loaded.
     """
 
     source: str
@@ -218,6 +221,7 @@ class LoadedWeights:
     tensors: int
     blocks: Mapping[str, Mapping[str, int]]
     left: tuple[str, ...]
+    drawn: frozenset[str]
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ from parallel.schedule.shares import Shares
 from parallel.schedule.text import PushRule
 from parallel.stage.microbatch_state import WeightVersions
 from parallel.stage.split_backward import DeferredWeights
-from parallel.stage.stage import Compute, Loss, Stage
+from parallel.stage.stage import Loss, Stage
 from parallel.strategy import Strategy
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import MOST_PLANS, BoxedParts, Plans, plan_alone, team_plans
@@ -157,10 +157,11 @@ def put_to_work(
         cuts = stages_of_rank(traced, partition, numbers, strategy, comm, plans, shape, device, boxed)
     else:
         cuts = {n: cut_stage(traced, partition, n, segments_of(partition, n, policy)) for n in numbers}
-    compute = Compute(device, autocast, strategy.compile)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
-        number: _stage(cut, number, partition, strategy, holders, compute, loss, number in split, saved, updated)
+        number: _stage(
+            cut, number, partition, strategy, holders, device, autocast, loss, number in split, saved, updated
+        )
         for number, cut in cuts.items()
     }
     names = [name for name, _ in traced.model.named_parameters()]
@@ -268,7 +269,8 @@ def _stage(
     partition: Partition,
     strategy: Strategy,
     holders: StageGroups,
-    compute: Compute,
+    device: torch.device,
+    autocast: torch.dtype | None,
     loss: Loss,
     splits: bool,
     saved_tensors: SavedTensors,
@@ -278,16 +280,18 @@ def _stage(
     ranks = holders.of_stage[number]
     make_dense((*cut.parameters(), *cut.buffers()))
     if not strategy.policy.parameters:
-        buffers_to(cut.root, compute.device)  # first: ``to`` would make a copy for each name of a buffer
-        cut.to(compute.device)
+        buffers_to(cut.root, device)  # first: ``to`` would make a copy for each name of a buffer
+        cut.to(device)
     for holding, own in ((ranks, False), (holders.peers, True)):
         broadcast_tensors(holding, cut.held((*cut.named_parameters(), *cut.named_buffers()), own=own), 0)
     if strategy.policy.parameters:
-        saved_tensors.streams(HostParameters(cut.root, compute.device, saved_tensors.copies))
+        saved_tensors.streams(HostParameters(cut.root, device, saved_tensors.copies))
     return Stage(
         cut,
-        compute,
+        device,
         statistics=statistics_of_stage(cut, ranks, holders.peers, strategy.statistics),
+        autocast=autocast,
+        compiled=strategy.compile,
         loss=loss if number == partition.depth - 1 else None,
         no_grad_outputs=[
             edge.value

@@ -118,9 +118,9 @@ def save_checkpoint(path: Path, state: dict[str, Any], also: Path | None = None)
     except (OSError, RuntimeError) as error:
         if is_device_fault(error):
             raise
-        kept = "there is none before it; free space, then start again"
+        kept = "there is none before it; remove the cause, then start again"
         if path.exists():
-            kept = f"the previous one is kept: {path}; free space, then --resume"
+            kept = f"the previous one is kept: {path}; remove the cause, then --resume"
         raise RunError(f"checkpoint {path} could not be written ({_reason(error)}); {kept}") from error
     if also is not None:
         keep_as(path, also)

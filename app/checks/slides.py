@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from app.settings.cli import Finding
 from pipelines.backends.registry import BACKENDS, open_slide, other_images
 from pipelines.backends.tiff_tags import check_tiff
-from pipelines.backends.tiff_writer import JPEG, TILE, TiffWriter, encode_jpeg
+from pipelines.backends.tiff_writer import JPEG, TILE, PyramidWriter
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.processes import WorkerCrashed, map_isolated
 from pipelines.slides.geometry import Region, Size
@@ -49,20 +49,12 @@ def write_samples(folder: Path) -> dict[str, Path]:
     """Write the slides into ``folder``; return backend -> the slide it is to read."""
     picture = sample_picture()
     tiff, ndpi, zarr, png = (folder / name for name in ("sample.tif", "sample.ndpi", "sample.ome.zarr", "sample.png"))
-    _write_tiff(tiff, picture)
+    with PyramidWriter(tiff, Size(SIDE, SIDE), MPP, "MegaTile sample", JPEG, quality=95) as writer:
+        writer.add(picture)
     ndpi.write_bytes(_ndpi(picture))
     _write_zarr(zarr, picture)
     png.write_bytes(_encoded(".png", picture, []))
     return {"tiled": tiff, "ndpi": ndpi, "zarr": zarr, "openslide": tiff, "image": png}
-
-
-def _write_tiff(path: Path, picture: Pixels) -> None:
-    with TiffWriter(path, [Size(SIDE, SIDE), Size(TILE, TILE)], JPEG, MPP, "MegaTile sample") as writer:
-        for row, column in np.ndindex(2, 2):
-            tile = picture[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
-            writer.write_tile(0, column, row, encode_jpeg(np.ascontiguousarray(tile), quality=95))
-        half = np.asarray(cv2.resize(picture, (TILE, TILE), interpolation=cv2.INTER_AREA), np.uint8)
-        writer.write_tile(1, 0, 0, encode_jpeg(half, quality=95))
 
 
 def _encoded(kind: str, picture: Pixels, options: list[int]) -> bytes:

@@ -27,9 +27,9 @@ from pipelines.labels.slide_labels import values_by_slide
 BINS = 10
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-PREFERRED = ("test", "val", "external", "unknown")
+PREFERRED = ("test", "val", "external")
 """Without ``--split`` the first of these that has a slide is scored: slides that were never looked at, those that chose
-the checkpoint, those that the run did not have, those of checkpoints that record no split. Never training slides."""
+the checkpoint, those that the run did not have. Never training slides."""
 SlideRows = Sequence[Mapping[str, Any]]
 
 
@@ -182,7 +182,7 @@ class ScoredSplit:
         asked: ``--split``; None: the first of ``PREFERRED`` that has slides.
 
     Attributes:
-        name: train, val, test, external, unknown, or all.
+        name: train, val, test, external, or all.
 
     Raises:
         ValueError: no predicted slide is in it.
@@ -192,27 +192,29 @@ class ScoredSplit:
         self.counts = counts = dict(sorted(Counter(row["split"] for row in rows).items()))
         self.name = asked or next((name for name in PREFERRED if name in counts), "")
         self.rows = [row for row in rows if self.name in (row["split"], "all")]
+        self._train = {row["slide"] for row in rows if row["split"] == "train"}
         if not self.rows:
             have = ", ".join(f"{name} {count}" for name, count in counts.items())
             what = f"--split {asked} has no predicted slide" if asked else "all predicted slides are training slides"
             raise ValueError(
                 f"{what}: the predictions have {have}. Predict slides that the model was not trained on, or score "
-                f"these with --split {next((name for name in counts if name != 'unknown'), 'all')}"
+                f"these with --split {min(counts)}"
             )
 
-    def lines(self) -> list[str]:
+    def line(self) -> str:
         """Return what is scored and what is not."""
         others = ", ".join(f"{name} {count}" for name, count in self.counts.items() if self.name not in (name, "all"))
         left = f"; predicted and not scored: {others} (--split)" if others else ""
-        lines = [f"scored split: {self.name}, {counted(len(self.rows), 'slide')}{left}"]
-        if self.name == "unknown" or (self.name == "all" and "unknown" in self.counts):
-            lines += ["the checkpoint does not record the split of its run: training slides may be among those scored"]
-        return lines
+        return f"scored split: {self.name}, {counted(len(self.rows), 'slide')}{left}"
 
     def trained(self, scored: Sequence[str]) -> list[str]:
-        """Return the slides of ``scored`` that are in the training split, which holds all slides of a patient."""
-        train = {row["slide"] for row in self.rows if row["split"] == "train"}
-        return [slide for slide in scored if slide in train]
+        """Return the slides of ``scored`` that are in the training split."""
+        return [slide for slide in scored if slide in self._train]
+
+    def of_trained_patients(self, scored: Sequence[str], patient: Mapping[str, str]) -> list[str]:
+        """Return the other slides of ``scored`` whose patient has a predicted slide in the training split."""
+        trained = {patient[slide] for slide in self._train if slide in patient}
+        return [slide for slide in scored if slide not in self._train and patient.get(slide) in trained]
 
 
 @dataclass(frozen=True, eq=False)

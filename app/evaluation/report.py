@@ -42,7 +42,7 @@ class Evaluation:
     """Scores of the predictions in ``folder``, as the flags of ``app.evaluate`` ask.
 
     Attributes:
-        patient: of the scored slides whose patient is known.
+        patient: of the predicted slides whose patient is known.
         labelled: slides with their labels; None where no labels were given.
         estimates: by "slide" or, where patients are known, "patient", and measure.
         notes: patients that take no part.
@@ -68,9 +68,9 @@ class Evaluation:
         self.split = ScoredSplit(rows, split_name)
         required = ("slide", "label") if annotations is None else ("slide",)
         table = None if labels is None else read_table(labels, required)
-        self.patient = patients_of(self.split.rows, table, patient_pattern)
+        self.patient = patients_of(rows, table, patient_pattern)
         positive = positive_class(classes, positive_name or self.made_with["positive_class"])
-        class_map = ClassMap.parse(self.made_with.get("class_map") or ())
+        class_map = ClassMap.parse(self.made_with["class_map"])
         self.labelled: LabelledPredictions | None = None
         self.estimates: dict[tuple[str, str], Estimate] = {}
         self.notes: list[str] = []
@@ -118,6 +118,7 @@ class Evaluation:
             "split": self.split.name,
             "predicted_slides": dict(self.split.counts),
             "training_slides": self.split.trained(self.scored),
+            "slides_of_training_patients": self.split.of_trained_patients(self.scored, self.patient),
             "patients_unknown": sorted(set(self.scored) - set(self.patient)),
         }
         if self.labelled is not None:
@@ -165,11 +166,14 @@ class Evaluation:
         return lines
 
     def head(self) -> list[str]:
-        """Return lines about which slides are scored, those trained on among them, and unknown patients."""
-        lines = self.split.lines()
-        if trained := self.split.trained(self.scored):
-            lines.append(f"{len(trained)} of {len(self.scored)} scored slides are training slides: {listed(trained)}")
-        note = patient_note(self.patient, self.scored, "resampled")
+        """Return lines about which slides are scored, which of them or their patients were trained on, and unknown
+        patients."""
+        lines, scored = [self.split.line()], self.scored
+        if trained := self.split.trained(scored):
+            lines.append(f"{len(trained)} of {len(scored)} scored slides are training slides: {listed(trained)}")
+        if others := self.split.of_trained_patients(scored, self.patient):
+            lines.append(f"{len(others)} of {len(scored)} scored slides are of training patients: {listed(others)}")
+        note = patient_note(self.patient, scored, "resampled")
         return lines if note is None else [*lines, note]
 
     def _patients(self, slides: Sequence[str]) -> int | None:

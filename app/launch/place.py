@@ -200,6 +200,10 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
             )
             log.warning(text, seen, len(on_node))
         return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined
+    own, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    if own < cores and not launch.local_rank and "SLURM_CPUS_ON_NODE" not in os.environ:
+        text = "ranks of this host divide %d of its %d cores: if Open MPI binds them, start mpirun with --bind-to none"
+        log.warning(text, own, cores)
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
         f"{settings.join_timeout_s:g} s (--join-timeout-s), which it does once all {launch.world} ranks are "

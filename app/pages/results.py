@@ -29,8 +29,6 @@ WAIT, IDLE, BUBBLE, FULL = 0.1, 0.1, 0.25, 0.9
 """Shares of the step time and of the memory from which something is advised."""
 STAGES = 8
 """Slowest stages whose seconds are compared."""
-ROOM = 0.5
-"""Share of the memory below which recomputation is not needed: it saves at most about so much of the whole."""
 
 
 def class_table(predictions: Rows) -> Table:
@@ -180,18 +178,11 @@ def advice(files: RunFiles) -> list[str]:
 def _of_memory(files: RunFiles) -> Iterator[str]:
     summary = files.summary
     limit, taken = _limit(files), _largest(summary.get("device_bytes"))
-    recomputes = summary.get("recompute", "none") != "none"
     if summary.get("status") == "failed" and re.search("out of memory", summary.get("error") or ""):
         yield f"Memory ran out. Try {_smaller(files)}; `python -m app.plan --largest-tile` says what fits."
     elif limit and taken and taken >= FULL * limit:
         share = format_setting("_fraction", taken / limit)
         yield f"Tensors took {share} of {bytes_text(limit)}: for larger tiles or batches try {_smaller(files)}."
-    elif limit and taken and recomputes and taken < ROOM * limit:
-        share = format_setting("_fraction", taken / limit)
-        yield (
-            f"Tensors took {share} of {bytes_text(limit)}, and --recompute costs about a third more computing: "
-            "leave out --recompute, or use larger tiles."
-        )
 
 
 def _smaller(files: RunFiles) -> str:
@@ -202,7 +193,7 @@ def _smaller(files: RunFiles) -> str:
         ("recompute", "block", summary.get("recompute", "none") == "none"),
         ("offload", "overlap", summary.get("offload", "none") == "none"),
         ("stream", str((summary.get("stream_px") or 1024) // 2), True),
-        ("ranks", 2 * summary.get("ranks", 1), True),
+        ("ranks", 2 * summary.get("ranks", 1), not (files.environment.get("launcher") or {}).get("started_by")),
     )
     chosen: dict[str, Any] = {}
     for name, value, is_unused in ways:
@@ -212,11 +203,19 @@ def _smaller(files: RunFiles) -> str:
     return ", then ".join(flags) or "--parallel auto on more ranks"
 
 
+class _OnAskedRanks(StrategySettings):
+    """Settings held against the ranks that they ask for: this may be a rank of the run, which has fewer."""
+
+    @property
+    def world(self) -> int:
+        return self.ranks
+
+
 def _is_accepted(files: RunFiles, changed: Mapping[str, Any]) -> bool:
     """Return whether ``app.train`` accepts the settings of the run with others ``changed``."""
     of_run = {name: value for name, value in files.config.items() if name not in ("schedule", "replay")}  # paths
     of_run |= {"ranks": files.summary.get("ranks", 1), **changed}
-    return not strategy_errors(with_values(StrategySettings(), of_run))
+    return not strategy_errors(with_values(_OnAskedRanks(), of_run))
 
 
 def _of_reading(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.settings.cli import RunError
-from app.settings.fields import read_data, settings_of
+from app.settings.fields import read_data
 from pipelines.catalog.table import original, read_rows
 
 LOG_LINES = 12
@@ -50,7 +50,7 @@ class RunFiles:
         if not (run / "config.yaml").is_file():
             raise RunError(f"{run} is no run folder: config.yaml is missing. Give the --out folder of app.train")
         self.folder = run
-        self.config = settings_of(_mapping(run / "config.yaml"))
+        self.config = _mapping(run / "config.yaml")
         self.environment, self.summary, self.plan = (
             _mapping(run / name) for name in ("env.json", "summary.json", "plan.json")
         )

@@ -30,11 +30,14 @@ from pipelines.tiles.tiling import WHOLE_SLIDE_MULTIPLE
 if TYPE_CHECKING:
     from app.planning.machine import Machine
 
-TEXT = "plan.json"
+PLAN = "plan.json"
 BOX = 512
 """px of boxes where no limit of memory asks for smaller ones, nor an accelerator for larger ones."""
 PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "zero", "grid", "ways")
 """What a plan decides besides the policy for activations."""
+ASKED: tuple[str, ...] = ("batch", "memory", "parallel", "grid", "chunks", "cuts", "zero", "recompute", "offload")
+ASKED += ("offload_host", "offload_state", "gradient_buckets", "stream")
+"""Settings of a strategy that a plan depends on."""
 
 
 def plan_run(
@@ -49,12 +52,17 @@ def plan_run(
 
     Raises:
         RunError: nothing fits the memory, or a choice needs a trace of a model that cannot be traced.
+        ValueError: there is no such model.
     """
+    from app.planning.workload import Workload
+
     problem = _problem(config, classes, segments)
     kept = _read(plan_text(folder)) if config.resume else None
     # A plan from before something was asked is of the same problem otherwise.
     if kept is not None and {**problem, **kept.problem} == problem and _is_as_asked(kept.row.strategy, config.strategy):
         return
+    net = config.net
+    Workload(net.model, config.index.side, classes, net.norm, head=net.head).build()  # refuse a wrong --model first
     try:
         plan = _choose(config, classes, segments, problem)
     except ValueError as fault:  # not traced: it can only be computed as a whole
@@ -68,12 +76,14 @@ def plan_run(
         plan = Plan(problem, row, f"none: {fault}", None)
         say(f"plan: {row.strategy}; the model cannot be planned for: {fault}")
     else:
+        if config.stream.bag:  # a step has one more forward pass of each tile, which plans leave out
+            plan = dataclasses.replace(plan, row=dataclasses.replace(plan.row, images_per_second=None, step_s=None))
         speed = "" if plan.row.images_per_second is None else f", {plan.row.images_per_second:.3g} images/s"
         peak = bytes_text(max(plan.row.peak_bytes))
         say(f"plan: {plan.row.strategy}{speed}, {peak} on the fullest rank expected")
         if tiles and plan.row.step_s:
             say(f"plan: an epoch takes {hours_text(tiles, config.strategy.batch, plan.row.step_s)}")
-    (folder / TEXT).write_text(plan.dumps())
+    (folder / PLAN).write_text(plan.dumps())
 
 
 def _is_as_asked(planned: Strategy, settings: StrategySettings) -> bool:
@@ -94,7 +104,7 @@ def decided(settings: StrategySettings, folder: Path, device: str, text: str) ->
         return settings.to_strategy(device)
     kept = _read(text)
     if kept is None:
-        raise RunError(f"{folder / TEXT} is missing or damaged: remove {folder}, or name a strategy with --parallel")
+        raise RunError(f"{folder / PLAN} is missing or damaged: remove {folder}, or name a strategy with --parallel")
     return follow(settings, kept.row, device)
 
 
@@ -263,32 +273,20 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "classes": classes,
         "task": "segment" if segments else "classify",
         "tile_px": config.index.tile,
-        "batch": strategy.batch,
         "ranks": strategy.world,
-        "memory": strategy.memory,
         "optimizer": config.optimization.optimizer,
         "averages": config.optimization.ema > 0,
         "device": kind,
         "gpu": gpu_at(0).name if kind == "cuda" else None,
         "precision": precision_here(strategy.computed_precision, strategy.device),
-        "parallel": strategy.parallel,
-        "grid": strategy.grid,
-        "chunks": strategy.chunks,
-        "cuts": strategy.cuts,
-        "zero": strategy.zero,
-        "recompute": strategy.recompute,
-        "offload": strategy.offload,
-        "offload_host": strategy.offload_host,
-        "offload_state": strategy.offload_state,
-        "gradient_buckets": strategy.gradient_buckets,
-        "stream": strategy.stream,
+        **{name: getattr(strategy, name) for name in ASKED},
     }
 
 
 def plan_text(folder: Path) -> str:
     """Return the plan that ``plan_run`` wrote into ``folder``; "" where there is none that can be read."""
     try:
-        return (folder / TEXT).read_text()
+        return (folder / PLAN).read_text()
     except (OSError, ValueError):
         return ""
 
@@ -333,7 +331,8 @@ def check_largest(config: RunConfig, largest: tuple[int, int], classes: int, seg
         RunError: the largest takes more than there is, by plan.
     """
     asked = config.strategy
-    if asked.stream_px is not None:
+    # Plans count all layers as trained, and their state as on the device.
+    if asked.stream_px is not None or config.optimization.freeze or asked.offload_state != "none":
         return
     machine = machine_of(config, timed=False)
     try:

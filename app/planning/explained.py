@@ -172,6 +172,7 @@ def train_line(command: PlanCommand, strategy: Strategy) -> str:
     words += ["--recompute", policy.recompute] if policy.recompute != "none" else []
     words += ["--memory", command.memory] if policy.recompute == "optimal" and command.memory else []
     words += ["--offload", policy.offload] if policy.moves else []
+    words += ["--offload-host", command.host_memory] if command.host_memory and (policy.moves or policy.stream) else []
     words += ["--stream", str(policy.stream)] if policy.stream else []
     words += ["--zero", str(strategy.zero)] if strategy.zero else []
     words += ["--shares", ",".join(str(len(share)) for share in strategy.shares)] if strategy.shares else []

@@ -39,6 +39,9 @@ from parallel.schedule.text import to_csv
 from parallel.units import bytes_text
 from pipelines.catalog.table import counted
 
+SOMETIMES = ("largest_tile.json", "map.svg", "plan.json", "schedule.csv", "schedule.svg")
+"""Files of ``--out`` that not every plan has."""
+
 
 def report(command: PlanCommand) -> int:
     """Plan, print, write. Exit code 1 when nothing fits.
@@ -207,10 +210,11 @@ def _write(
     planner = planner_at(command.tile)
     assert planner is not None  # it made the rows
     out.mkdir(parents=True, exist_ok=True)
-    candidates = [row.to_json() for row in rows]
-    (out / "candidates.json").write_text(json.dumps({"rows": candidates}, indent=2))
+    for name in SOMETIMES:
+        (out / name).unlink(missing_ok=True)
+    texts = {"candidates.json": json.dumps({"rows": [row.to_json() for row in rows]}, indent=2)}
     if largest:
-        (out / "largest_tile.json").write_text(json.dumps({"rows": largest}, indent=2))
+        texts["largest_tile.json"] = json.dumps({"rows": largest}, indent=2)
     graph, costs = planner.stages.microbatch(1)
     partition = None
     if best is not None:
@@ -222,15 +226,15 @@ def _write(
             "precision": machine.precision,
             "machine": machine.cluster.name,
         }
-        (out / "plan.json").write_text(planner.plan(problem, best).dumps())
+        texts["plan.json"] = planner.plan(problem, best).dumps()
         if best.strategy.splits:
             partition = Partition(graph, planner.partition_of(best).starts)  # of one tile, as all else of the graph
             timeline = planner.timeline(best)
             title = f"{best.strategy}: {command.model}, {command.tile} px, simulated"
-            (out / "schedule.svg").write_text(schedule_svg(timeline, title=title))
+            texts["schedule.svg"] = schedule_svg(timeline, title=title)
             strategy = best.strategy
             schedule = build_schedule(strategy.name, strategy.mesh, strategy.m, strategy.shares)
-            (out / "schedule.csv").write_text(to_csv(schedule))
+            texts["schedule.csv"] = to_csv(schedule)
     view = ModelView(
         graph,
         level=command.graph,
@@ -239,10 +243,11 @@ def _write(
         backward_s=[cost.backward_s for cost in costs.layers],
         title=f"{command.model}, one tile of {command.tile} px",
     )
-    (out / "graph.svg").write_text(graph_svg(view))
-    (out / "graph.dot").write_text(graph_dot(view))
-    (out / "graph.txt").write_text(graph_text(view))
-    (out / "graph.json").write_text(json.dumps(graph_json(view), indent=1))
+    texts |= {"graph.svg": graph_svg(view), "graph.dot": graph_dot(view), "graph.txt": graph_text(view)}
+    texts["graph.json"] = json.dumps(graph_json(view), indent=1)
+    for name, text in texts.items():
+        (out / name).write_text(text)
     needed = write_regions(out, planner_at, model=command.model, tile=command.tile, ranks=command.ranks)
     print("\ntile sides in px by what is needed, with nothing recomputed or offloaded:", *needed, sep="\n  ")
-    print(f"\nwritten to {out}: " + ", ".join(sorted(path.name for path in out.iterdir())))
+    drawn = [name for name in ("map.svg", "memory.svg") if (out / name).exists()]
+    print(f"\nwritten to {out}: " + ", ".join(sorted([*texts, *drawn])))

@@ -11,7 +11,7 @@ import io
 import itertools
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class PredictionFolder:
         done, others = set(), []
         for spec in specs:
             path = self.file("slides", spec.slide_id)
-            record = _read_record(path) if path.exists() else None
+            record = read_data(path) if path.exists() else None
             if record is not None and SlideState(**record["state"]).is_of(spec.path):
                 done.add(spec.slide_id)
                 faults = differing(record["opening"], opening(spec), "made with")
@@ -110,7 +110,7 @@ class PredictionFolder:
     def records(self) -> list[dict[str, Any]]:
         """Return ``row``, ``state``, ``canvas`` and ``opening`` of all slides that are done, by slide."""
         found = sorted((self.path / "slides").rglob("*.json"))
-        return [_read_record(path) for path in found if path.exists()]  # another rank may ``forget`` a slide
+        return [read_data(path) for path in found if path.exists()]  # another rank may ``forget`` a slide
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all slides that are done, by slide."""
@@ -156,12 +156,3 @@ def file_names(classes: Sequence[str]) -> dict[str, str]:
 
 def _folded(part: str) -> str:
     return unicodedata.normalize("NFKC", part).casefold()
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    """Return what ``PredictionFolder.finish`` wrote."""
-    record = read_data(path)
-    whole = all(isinstance(record.get(name), dict) for name in ("row", "state", "canvas", "opening"))
-    if not whole or record["state"].keys() != {field.name for field in fields(SlideState)}:
-        raise ValueError(f"{path} is not the record of a slide, or of an earlier version: predict into another --out")
-    return record

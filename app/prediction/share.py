@@ -30,6 +30,7 @@ from app.prediction.slide_files import slide_row, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.prediction.whole_slide import predict_slide
 from app.settings.cli import RunError
+from app.settings.launcher import find_launch, started_by_us
 from app.settings.strategy import StrategySettings
 from app.training.progress import log_to, say
 from app.training.run_slides import opening, predicted_slides
@@ -113,7 +114,8 @@ def _picture(spec: SlideSpec, model: TrainedModel) -> _Image:
     stain: StainFit | str | None = None
     source = find_tiles(spec, settings, threads).source
     if model.stain_target is not None:
-        stain = stain_of(spec, model.stain_target.method, settings.tissue_mpp, threads)
+        measured = stain_of(spec, model.stain_target.method, settings.tissue_mpp, threads)
+        stain = measured if isinstance(measured, StainFit) else str(measured)
     with spec.open() as slide:
         level = slide.levels[0]
         picture = slide.read(Region(0, 0, level.width, level.height, level.mpp))
@@ -153,13 +155,13 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
     device = choose_device(command.device)
     take_cores(device)
     command.out.mkdir(parents=True, exist_ok=True)
-    with _device_faults(command, "loading the model"):
+    with _device_faults(command, "loading the model", 1):
         model = TrainedModel(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
     writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
     predict, what = _predictor(model, command)
-    index, columns = model.config.index, model.slides or {}
+    index = model.config.index
     of_run = {name: value for name in vars(model.config.data) if (value := vars(command).get(name)) is not None}
-    specs = predicted_slides(model.config.data, index, columns, of_run)
+    specs = predicted_slides(model.config.data, index, model.slides, of_run)
     folder = PredictionFolder(command.out)
     folder.open(
         {
@@ -168,10 +170,9 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
             "step": model.step,
             "task": model.task,
             "classes": list(model.classes),
-            "class_map": list(model.config.data.class_map) or None,
+            "class_map": list(model.config.data.class_map),
             "shown": list(model.shown.values()),
             "positive_class": None if model.positive is None else model.classes[model.positive],
-            "splits": "unknown" if model.slides is None else "recorded",
             "tile": index.tile,
             "whole_pictures": index.whole_pictures,
             "mpp": index.mpp,
@@ -195,7 +196,7 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
     for number, spec in enumerate(todo, 1):
         started_s = time.perf_counter()
         try:
-            with _device_faults(command, spec.slide_id):
+            with _device_faults(command, spec.slide_id, 1 if index.one_tile_each else command.batch):
                 row = predict(spec, folder)
         except Exception as fault:
             if isinstance(fault, RunError) or (isinstance(fault, OSError) and fault.errno in OF_THE_DISK):
@@ -270,8 +271,9 @@ def _spread(command: PredictCommand, rank: int, device: torch.device) -> Placeme
 
 
 @contextlib.contextmanager
-def _device_faults(command: PredictCommand, where: str) -> Iterator[None]:
-    """Report a fault of the device as one of the run: the next slide would meet it too."""
+def _device_faults(command: PredictCommand, where: str, batch: int) -> Iterator[None]:
+    """Report a fault of the device as one of the run, as the next slide would meet it too. ``batch``: images computed
+    together."""
     try:
         yield
     except RuntimeError as fault:
@@ -280,8 +282,16 @@ def _device_faults(command: PredictCommand, where: str) -> Iterator[None]:
         reason = str(fault).partition("\n")[0]
         advice = "this process cannot use the device any more: see `dmesg` and `python -m app.doctor`"
         if lacks_memory(fault):
-            advice = (
-                f"lower --batch (now {command.batch}), compute in boxes (--stream 512), or use --stages 2 or --offload "
-                "parameters"
-            )
+            stages = 2 * command.stages
+            split = f"--stages {stages}"
+            if command.world % stages:  # a launcher has its own flag for the number of ranks
+                by_launcher = find_launch() is not None and not started_by_us()
+                split = f"{split} on {stages} ranks" if by_launcher else f"--ranks {stages} {split}"
+            ways = {
+                f"lower --batch (now {batch})": batch > 1,
+                "compute in boxes (--stream 512)": command.stream == "none",
+                "keep the weights in host memory (--offload parameters)": command.offload == "none",
+                f"split the model ({split})": True,
+            }
+            advice = " or ".join(way for way, is_left in ways.items() if is_left)
         raise RunError(f"{where}: {reason}. Slides that are done are kept; {advice}, then start again") from fault

@@ -35,7 +35,7 @@ from parallel.profile.gpu import has_bf16, set_tf32
 from pipelines.catalog.handles import SlideState
 from pipelines.labels.class_names import patient_in, positive_class
 from pipelines.stream.augment import AugmentSettings, StainSteps
-from pipelines.stream.device_pixels import IMAGENET, PixelMaker
+from pipelines.stream.device_pixels import PixelMaker
 from pipelines.tiles.stain import StainFit
 
 log = logging.getLogger(__name__)
@@ -44,20 +44,6 @@ LIBRARIES = ("torchvision", "timm", "smp", "unet")
 """Words before the colon of a model's name that stand for a library, not for a package of the user's."""
 USUAL_SIDE = 1024
 """Px of the image that a model of whole slides is first looked at with; slides may have any sides."""
-CONTENT = {"settings": dict, "classes": list | tuple, "model": dict, "step": int, "task": str}
-"""Content of a checkpoint that a model is made of, and its types."""
-SETTINGS = {
-    "model": str,
-    "norm": str,
-    "head": str,
-    "precision": str,
-    "channels_last": bool,
-    "mpp": int | float,
-    "min_tissue": int | float,
-    "tissue_mpp": int | float,
-    "slide_score": str,
-}
-"""The same of the settings in it."""
 
 
 class TrainedModel:
@@ -75,29 +61,33 @@ class TrainedModel:
         step: after how many steps it was written.
         averaged: its weights are their running averages.
         stain_target: what the run made its slides look like; None: they stayed as they are.
-        slides: of the run, as `slide_columns` gives them; None: the checkpoint does not record them.
+        slides: of the run, as `slide_columns` gives them.
 
     Raises:
-        RunError: the checkpoint is damaged or of another version.
+        RunError: the checkpoint is damaged, of another version, or not of ``app.train``.
         ValueError: there is none, or its model cannot be used so.
     """
 
     def __init__(
         self, path: Path, named: str | None, device: torch.device, placement: Placement | None = None, batch: int = 1
     ) -> None:
-        state = _read_state(path, named)
-        settings, whole = state["settings"], state["settings"]["tile"] == "slide"
-        self.name, self.task, self.step = settings["model"], state["task"], state["step"]
-        self.classes: tuple[str, ...] = tuple(state["classes"])
-        self.slides: SlideColumns | None = state.get("slides")
-        self.averaged = bool(state.get("average"))
-        self.config: RunConfig = with_values(RunConfig(DataSettings(Path())), settings)
+        try:
+            state = _read_state(path, named)
+            settings, whole = state["settings"], state["settings"]["tile"] == "slide"
+            self.name, self.task, self.step = settings["model"], state["task"], state["step"]
+            self.classes: tuple[str, ...] = tuple(state["classes"])
+            self.slides: SlideColumns = state["slides"]
+            self.averaged = bool(state.get("average"))
+            self.config: RunConfig = with_values(RunConfig(DataSettings(Path())), settings)
+            normalisation, numbers = state["normalisation"], state["stain_target"]
+        except (KeyError, TypeError, AttributeError) as fault:
+            reason = f"{type(fault).__name__}: {fault}"
+            raise RunError(f"{path} is no checkpoint of app.train ({reason}); give RUN/checkpoints/best.pt") from fault
         module = _module_of(path, state, self.in_bags)
         side = USUAL_SIDE if whole else settings["tile"]
         channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
         if channels_last:
             module.to(memory_format=torch.channels_last)
-        normalisation = state.get("normalisation", IMAGENET)  # earlier runs do not record it
 
         @functools.lru_cache(maxsize=1)  # one for all windows of a slide
         def pixels(stains: Stains | None) -> PixelMaker:
@@ -118,7 +108,6 @@ class TrainedModel:
             )
         with path.open("rb") as file:
             self.digest = hashlib.file_digest(file, "sha256").hexdigest()
-        numbers = state.get("stain_target")  # of a run from before there was any: None
         self.stain_target = None if numbers is None else StainFit(settings["stain"], tuple(numbers))
 
     @property
@@ -140,8 +129,6 @@ class TrainedModel:
         """Return split and patient of a slide, as cells of its row. Those of the run are recognised by their content;
         another slide is in the split of its patient, where its name says who that is, else ``external``."""
         patient = patient_in(slide_id, self.config.split.patient_pattern)
-        if self.slides is None:
-            return {"split": "unknown", "patient": patient}
         of_run = self._of_digest.get(state.digest)
         if of_run is not None:
             return {"split": self.slides["split"][of_run], "patient": self.slides["patient"].get(of_run)}
@@ -152,14 +139,14 @@ class TrainedModel:
     @functools.cached_property
     def _of_digest(self) -> dict[str, str]:
         """Slide by digest; of copies under several names one that was trained on, if any was."""
-        slides = self.slides or {"split": {}, "digest": {}}
-        in_order = sorted(slides["split"], key=lambda slide_id: slides["split"][slide_id] == "train")
-        return {slides["digest"][slide_id]: slide_id for slide_id in in_order if slide_id in slides["digest"]}
+        split, digest = self.slides["split"], self.slides["digest"]
+        in_order = sorted(split, key=lambda slide_id: split[slide_id] == "train")
+        return {digest[slide_id]: slide_id for slide_id in in_order if slide_id in digest}
 
     @functools.cached_property
     def _split_of_patient(self) -> dict[str, str]:
-        slides = self.slides or {"patient": {}}
-        return {patient: slides["split"][slide_id] for slide_id, patient in slides["patient"].items()}
+        split = self.slides["split"]
+        return {patient: split[slide_id] for slide_id, patient in self.slides["patient"].items()}
 
     @property
     def shown(self) -> dict[int, str]:
@@ -218,13 +205,12 @@ class TrainedModel:
 
 
 def _read_state(path: Path, named: str | None) -> dict[str, Any]:
-    """Return the checked content of the checkpoint ``path``, whose model the user trusts."""
+    """Return the content of the checkpoint ``path``, whose model the user trusts."""
     if path.is_dir():
         raise ValueError(f"--checkpoint {path} is a folder; give a file, as {path}/checkpoints/best.pt of a run")
     if not path.is_file():
         raise ValueError(f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train")
     state = load_checkpoint(path)
-    _check_content(path, state)
     name: str = state["settings"]["model"]
     if named not in (None, name):
         raise ValueError(f"--model is that of the checkpoint, {name}; got {named}: leave it out")
@@ -249,29 +235,7 @@ def _module_of(path: Path, state: dict[str, Any], in_bags: bool) -> nn.Module:
         with torch.no_grad():
             for key, parameter in module.named_parameters():
                 parameter.copy_(averages.get(key, parameter))
-    except (RuntimeError, TypeError, AttributeError) as fault:
+    except RuntimeError as fault:
         reason = " ".join(str(fault).split())[:300]
         raise RunError(f"{path} has no weights of {name} for {classes} classes: {reason}") from fault
     return module
-
-
-def _check_content(path: Path, state: dict[str, Any]) -> None:
-    """Refuse a checkpoint without what a model is made of."""
-    settings = state.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
-    faults = [
-        f"{key} {value!r:.40}" if key in holder else f"no {key}"
-        for holder, expected in ((state, CONTENT), (settings, SETTINGS))
-        for key, kind in expected.items()
-        if not isinstance(value := holder.get(key), kind)
-    ]
-    tile = settings.get("tile")
-    if tile != "slide" and not (type(tile) is int and tile > 0):
-        faults.append(f"tile {tile!r:.40}")
-    if not all(isinstance(name, str) for name in state.get("classes") or ()) or not state.get("classes"):
-        faults.append("classes without names")
-    if faults:
-        raise RunError(
-            f"{path} is no checkpoint of app.train: it has {', '.join(dict.fromkeys(faults))}; "
-            "give RUN/checkpoints/best.pt"
-        )

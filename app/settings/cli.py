@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from app.settings.fields import arguments_for, flags_of, flat, for_help, read_data, settings_of
+from app.settings.fields import arguments_for, flags_of, flat, for_help, read_data
 from parallel.profile.cache import own_torch_cache
 from pipelines.slides.slide import SlideError, printable
 
@@ -235,7 +235,7 @@ def _take_config(argv: list[str]) -> tuple[list[str], list[str]]:
 def _read_yaml(config_type: type, path: Path) -> list[str]:
     """Return the flags of a YAML file, so that types and messages are those of the command line."""
     try:
-        loaded = settings_of(read_data(path))
+        loaded = read_data(path)
     except ValueError as fault:
         raise ValueError(f"--config {fault}") from fault
     known = {flag.name: flag.type for flag in flags_of(config_type)}

@@ -24,8 +24,6 @@ from pipelines.slides.whole_files import write_text
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 HIDDEN: Any = tyro.conf.Suppress
 """Marker of a field that tyro leaves out of its help."""
-OLD_BLOCK = "developer"
-"""Key under which ``config.yaml`` of older runs has their rare settings."""
 
 
 def read_data(path: Path) -> dict[str, Any]:
@@ -161,14 +159,6 @@ def for_help(config_type: type, *, rare: bool) -> type:
             hint = Annotated[hint, tyro.conf.arg(help=" ".join(helps[field.name].split()))]
         namespace["__annotations__"][field.name] = hint
     return dataclasses.dataclass(frozen=True)(type(config_type.__name__, (config_type,), namespace))
-
-
-def settings_of(loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a run's ``config.yaml``, those of older runs without their block."""
-    values = dict(loaded)
-    if isinstance(values.get(OLD_BLOCK), dict):
-        values |= values.pop(OLD_BLOCK)
-    return values
 
 
 def arguments_for(values: Mapping[str, Any]) -> list[str]:

@@ -121,7 +121,7 @@ def find_launch() -> Launch | None:
     """Return how this process was launched; None when it was launched alone by anything but ``--ranks``.
 
     Raises:
-        ValueError: variables of Slurm that cannot be read.
+        ValueError: variables of Slurm that cannot be read, or no LOCAL_RANK or LOCAL_WORLD_SIZE beside RANK.
     """
     for names in (TORCHRUN, *MPI):
         rank, world, local_rank, local_world = (os.environ.get(name) for name in names)
@@ -134,6 +134,12 @@ def find_launch() -> Launch | None:
         if mpi and local_world is None:  # srun says itself what PMI does not
             local_rank = os.environ.get("SLURM_LOCALID")
             local_world = str(tasks_of_node(os.environ) or world)
+        if not mpi and (local_rank is None or local_world is None):
+            raise ValueError(
+                f"RANK={rank} and WORLD_SIZE={world} are set, which needs LOCAL_RANK (got {local_rank}) and "
+                f"LOCAL_WORLD_SIZE (got {local_world}), the rank and the number of ranks on this host: with one "
+                "process on each host or pod, set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1; or start the ranks with torchrun"
+            )
         return Launch(int(rank), int(world), int(local_rank or 0), int(local_world or world), mpi)
     variables = slurm_variables()
     if variables is None:

@@ -40,13 +40,13 @@ class OptimizerSettings:
     weight_decay: Rare[float] = 1e-4
     """Decay of the weights, per unit of learning rate; biases and parameters of norms have none."""
     decay_all: Rare[bool] = False
-    """Apply --weight-decay to biases and parameters of norms, too, as in runs before this setting existed."""
+    """Apply --weight-decay to biases and parameters of norms, too."""
     warmup: Rare[int] = 0
     """Steps over which the learning rate rises linearly."""
     class_weights: Rare[Literal["none", "balanced"]] = "none"
     """balanced: rarer classes of the training tiles count more in the loss."""
     freeze: Rare[tuple[str, ...]] = ()
-    """Modules that are not trained, by path, such as conv1 layer1; trunk: all layers but the last."""
+    """Modules that are not trained, by path, such as conv1 layer1; trunk: all layers but the last and the --head."""
     layer_decay: Rare[float] = 1.0
     """Factor of the learning rate from layer to layer, counted from the last, such as 0.75; 1: all alike."""
     ema: Rare[float] = 0.0

@@ -211,6 +211,10 @@ def _of_memory_policy(settings: StrategySettings) -> list[str]:
         {
             f"--recompute-runs goes with --recompute optimal; got --recompute {recompute}": runs
             and recompute != "optimal",
+            f"--parallel auto chooses what is recomputed: leave --recompute-runs {runs} out, or name the strategy": runs
+            and recompute == "optimal"
+            and settings.needs_strategy_plan
+            and settings.world > 1,
             OPTIMAL_OFFLOAD: recompute == "optimal" and offload == "overlap" and not runs,
             f"--recompute optimal is planned for the schedule of --parallel; got --schedule {settings.schedule}: name "
             "the layers with --recompute-runs, or use --recompute block": settings.needs_recompute_plan

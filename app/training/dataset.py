@@ -105,14 +105,9 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
             failed.add_once(slide_id, "annotation", fault)
     specs = tuple(spec for spec in specs if spec.slide_id in known)
     progress(f"{counted(len(specs), 'slide')}, {task}, labels from {truth.source}: {', '.join(truth.classes)}")
-    tiles = build_index(
-        specs,
-        config.index,
-        folder.path,
-        workers=config.data.index_workers,
-        progress=progress,
-        resumed=config.resume and folder.last.exists(),
-    )
+    resumed = config.resume and folder.last.exists()
+    workers = config.data.index_workers
+    tiles = build_index(specs, config.index, folder.path, workers=workers, progress=progress, resumed=resumed)
     if tiles.sides is not None:
         progress(f"whole slides as tiles: {sides_text(tiles)} at {config.index.mpp:g} um/px")
     off = _off_slides(tiles, truth, failed) if isinstance(truth, SlideAnnotations) else set()
@@ -135,7 +130,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
     if config.colour.method:
         how = config.colour.method, config.index.tissue_mpp, folder.path
-        fits = fit_slides(specs, *how, workers=data.index_workers, progress=progress)
+        fits = fit_slides(specs, *how, workers=workers, progress=progress, resumed=resumed)
         target = fits.target(config.colour.stain_target)
         of_slides = [fits.fits[slide_id] for slide_id in tiles.slides]
         stains = tuple(fit if isinstance(fit, StainFit) else None for fit in of_slides)

@@ -278,6 +278,9 @@ class TrainingLoop:
         before = self._session.steps_of(settings["steps"], settings["epochs"])
         if (settings["steps"], settings["epochs"]) != (config.steps, config.epochs) and before > now:
             raise RunError(f"--extend makes a run longer, not shorter: it has {before} steps, asked are {now}")
+        if state["classes"] != (classes := list(self._session.dataset.classes)):
+            text = f"{self._folder.last} has classes {', '.join(state['classes'])}; now there are {', '.join(classes)}"
+            raise RunError(f"{text}: restore the labels, or start another run with another --out")
         self._session.engine.load_state_dict(state)
         _set_random_state(state["random"], self._session.placement.device)
         for name in PROGRESS:

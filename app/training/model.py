@@ -22,14 +22,15 @@ from app.settings.optimization import ModelSettings, OptimizerSettings
 from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_counts
 from app.training.share import share
-from models.heads import BagLoss, has_bag_head, put_bag_head
+from models.heads import BagLoss, bag_head_path, put_bag_head
 from models.layer_depth import freeze, layer_decay_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
 from models.registry import PRETRAINED, build_model, names_weights, pretrained_weights
-from models.weights import IMAGENET, LoadedWeights, Weights, load_weights, read_weights
+from models.weights import IMAGENET, LoadedWeights, Weights, block_of, load_weights, read_weights
 from parallel.comm.communicator import Communicator
 from parallel.trace.op_recorder import draws
-from parallel.trace.without_data import preserve_module_state, refuse_tile_size, run_without_data
+from parallel.trace.updated_search import updated_buffers
+from parallel.trace.without_data import exclusively, preserve_module_state, refuse_tile_size, run_without_data
 
 
 def takes_channels_last(model: nn.Module, shape: tuple[int, ...]) -> bool:
@@ -91,6 +92,25 @@ def refuse_draws(model: nn.Module, shape: tuple[int, ...]) -> None:
         )
 
 
+def refuse_second_update(model: nn.Module, shape: tuple[int, ...], communicator: Communicator) -> None:
+    """Refuse a model whose state the two forward passes of ``--bag`` would update twice; every rank calls it.
+
+    Args:
+        shape: (n, c, h, w) of a microbatch.
+
+    Raises:
+        ValueError: names the state.
+    """
+    with exclusively(communicator), preserve_module_state(model):
+        model.train()
+        updated = updated_buffers(model, shape, next(model.parameters()).dtype.to_real())
+    if updated:
+        raise ValueError(
+            f"the model's forward pass updates {', '.join(updated)}: --bag makes two forward passes, and the second "
+            "would differ; leave --bag out, or choose another model"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class RunModel:
     """Facts of a model that is ready for an engine.
@@ -127,7 +147,7 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
     side = None if config.index.tile == "slide" else shape[2]
     module = build_model(net.model, classes=classes, norm=net.norm, head=net.head, side=side)
     weights = _weights_of(net, side)
-    trained_in_bags = weights is not None and has_bag_head(weights.tensors)
+    trained_in_bags = weights is not None and bag_head_path(weights.tensors) is not None
     if config.stream.bag and trained_in_bags:
         put_bag_head(module, net.model, classes)
     refuse_tile_size(module, net.model, shape)
@@ -147,9 +167,9 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
         notes.append(f"images are normalised as the weights expect: mean {mean}; standard deviation {std}")
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if settings.freeze:
-        freeze(module, settings.freeze)
+        frozen = freeze(module, settings.freeze)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        random = "" if loaded else "; without --weights the rest stays as the model is built"
+        random = _random_parts(frozen, loaded)
         notes.append(f"--freeze {' '.join(settings.freeze)}: {trained:,} of {parameters:,} numbers are trained{random}")
     scales = {} if settings.layer_decay == 1 else layer_decay_scales(module, settings.layer_decay)
     if scales:
@@ -166,6 +186,20 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
             "(view after a convolution, say); reshape in place of view would make it faster"
         )
     return module, RunModel(parameters, scales, channels_last, loaded, normalisation, tuple(notes))
+
+
+def _random_parts(frozen: Sequence[str], loaded: LoadedWeights | None) -> str:
+    """Return what to say of ``frozen`` parameters that stay as they were drawn; empty where there are none."""
+    if loaded is None:
+        return "; without --weights the rest stays as the model is built"
+    drawn = [name for name in frozen if name in loaded.drawn]
+    if not drawn:
+        return ""
+    blocks = dict.fromkeys(block_of(name, loaded.part) for name in drawn)
+    random = {name.partition(".")[0] for name in drawn}
+    others = dict.fromkeys(module for name in frozen if (module := name.partition(".")[0]) not in random)
+    advice = f"; use --freeze {' '.join(others)}" if others else ""
+    return f"; frozen at random, as no weights were loaded there: {', '.join(blocks)}{advice}"
 
 
 def _weights_of(net: ModelSettings, side: int | None) -> Weights | None:

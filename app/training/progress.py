@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from app.settings.launcher import find_launch
+from app.settings.launcher import MPI
 from pipelines.catalog.table import counted
 from pipelines.tiles.index import SlideDone
 
@@ -30,13 +31,12 @@ NAME_CELLS = 12
 """A slide's name that would have to be shorter is left out."""
 
 
-def log_to(path: Path, name: str | None = None) -> logging.Handler:
-    """Write everything logged, or what logger ``name`` gets, to the file ``path``; return the handler."""
+def log_to(path: Path) -> None:
+    """Write everything logged to the file ``path``."""
     handler = logging.FileHandler(path, errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger(name).addHandler(handler)
-    logging.getLogger(name).setLevel(logging.INFO)
-    return handler
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
 
 
 def say(line: str, logger: logging.Logger = log) -> None:
@@ -46,9 +46,8 @@ def say(line: str, logger: logging.Logger = log) -> None:
 
 
 def _on_terminal() -> bool:
-    launch = find_launch()
     # Open MPI gives its ranks a terminal, wherever its own output goes.
-    return sys.stdout.isatty() and not (launch and launch.mpi)
+    return sys.stdout.isatty() and not any(names[0] in os.environ for names in MPI)
 
 
 def shortened(name: str, cells: int) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from app.launch.host import lock_folder
-from app.settings.fields import differing, flat, read_data, settings_of, write_json
+from app.settings.fields import differing, flat, read_data, write_json
 from app.settings.launcher import Attempts
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import log_to
@@ -29,7 +29,8 @@ from pipelines.catalog.table import names_file, write_rows
 from pipelines.slides.whole_files import write_text
 
 FREE_TO_CHANGE = {
-    *("resume", "extend", "max_restarts", "min_ranks", "out", "slides", "mpp_table", "mlflow", "index_workers"),
+    *("resume", "extend", "max_restarts", "min_ranks", "out", "mlflow", "index_workers"),
+    *("slides", "labels", "annotations", "mpp_table"),
     *("parallel", "ranks", "stages", "grid", "shares", "chunks", "cuts", "schedule", "stream", "zero", "compile"),
     *("recompute", "recompute_runs", "offload", "offload_ahead", "offload_host", "offload_state"),
     *("memory", "memory_excess", "gradient_buckets", "device", "cpu_ranks", "mixed_sums", "channels_last"),
@@ -37,12 +38,12 @@ FREE_TO_CHANGE = {
     *("checkpoint_every", "checkpoint_overhead", "checkpoint_write"),
     *("validate_every", "patience", "positive_class", "twin_steps", "precision", "microbatches"),
 }
-"""Settings that may differ when a run is resumed: they change where it runs, not its numbers; the index refuses other
-values in ``mpp_table``. ``precision`` and ``microbatches`` change the numbers: ``TrainingLoop`` warns of that."""
+"""Settings that may differ when a run is resumed: they change where it runs, not its numbers. Data may
+move: the index refuses other values in ``mpp_table``, the stream other labels and annotations of training slides.
+``splits`` may not: a resumed run does not read it. ``precision`` and ``microbatches`` change the numbers:
+``TrainingLoop`` warns of that."""
 LENGTH = ("steps", "epochs")
 """Settings of the end of a run, which the learning rate depends on: they may grow with ``--extend``."""
-BEFORE = {"decay_all": True}
-"""Values that runs had before these settings existed, where the default is another now."""
 
 
 class RunFolder:
@@ -149,7 +150,7 @@ class RunFolder:
             again: without a checkpoint, too: of an attempt that came to none.
         """
         begun = self.last.exists() or (again and self.config.exists())
-        return settings_of(read_data(self.config)) if begun else {}
+        return read_data(self.config) if begun else {}
 
     def tells_end(self, step: int) -> bool:
         """Return whether the summary is there and is of a run that was completed with ``step`` steps.
@@ -164,7 +165,7 @@ class RunFolder:
 
     def _check_settings(self, asked: Mapping[str, Any]) -> None:
         # A run begun before a setting existed has computed with its default.
-        found = flat(RunConfig(DataSettings(Path()))) | BEFORE | self.settings()
+        found = flat(RunConfig(DataSettings(Path()))) | self.settings()
         scored = {"positive_class"} if found["slide_score"] != "mean" else set()  # it chooses the best checkpoint
         others = differing(found, asked, "the run has", {*FREE_TO_CHANGE, *LENGTH} - scored)
         (unit, begun), (other_unit, now) = _length(found), _length(asked)

@@ -26,7 +26,7 @@ from app.settings.run import EPOCHS, RunConfig
 from app.training.batches import RankReading, microbatches_of, part_of, sizes_of_part, tiles_in_order
 from app.training.dataset import Dataset, class_areas
 from app.training.engines import build_engine, build_optimizer, choose_algorithms
-from app.training.model import build_loss, build_run_model
+from app.training.model import build_loss, build_run_model, refuse_second_update
 from app.training.run_slides import SlideColumns, slide_columns
 from app.training.share import share
 from app.training.validation import Outputs, subsample_per_slide
@@ -97,7 +97,10 @@ class Session:
             )
         self.ranges = split_batch(config.strategy.batch, strategy.m)
         width, height = dataset.tiles.largest
-        module, self.model = build_run_model(config, len(dataset.classes), (len(self.ranges[0]), 3, height, width))
+        shape = len(self.ranges[0]), 3, height, width
+        module, self.model = build_run_model(config, len(dataset.classes), shape)
+        if bag:
+            refuse_second_update(module, shape, communicator)
         self.train_rows = dataset.rows("train")
         self.validation_rows = subsample_per_slide(dataset, dataset.rows("val"), config.score.validation_tiles)
         loss = build_loss(config.optimization, dataset, self.train_rows, communicator, in_bags=bag > 0)

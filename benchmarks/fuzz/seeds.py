@@ -20,7 +20,7 @@ from PIL import Image
 
 from app.checks.slides import write_samples
 from pipelines.backends.registry import open_slide
-from pipelines.backends.tiff_writer import JPEG, TILE, TiffWriter, encode_jpeg
+from pipelines.backends.tiff_writer import JPEG, TILE, PyramidWriter
 from pipelines.slides.geometry import Region, Size
 from pipelines.slides.slide import Pixels
 
@@ -54,15 +54,8 @@ def _reduced(picture: Pixels, factor: int) -> Pixels:
 
 
 def _own_tiff(path: Path, picture: Pixels) -> None:
-    sizes = [Size(WIDTH, HEIGHT), Size(WIDTH // 2, HEIGHT // 2)]
-    with TiffWriter(path, sizes, JPEG, MPP, "MegaTile sample") as writer:
-        for level, size in enumerate(sizes):
-            pixels = np.full((-(-size.height // TILE) * TILE, -(-size.width // TILE) * TILE, 3), 255, np.uint8)
-            pixels[: size.height, : size.width] = _reduced(picture, 1 << level)
-            for row in range(pixels.shape[0] // TILE):
-                for column in range(pixels.shape[1] // TILE):
-                    tile = pixels[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
-                    writer.write_tile(level, column, row, encode_jpeg(np.ascontiguousarray(tile)))
+    with PyramidWriter(path, Size(WIDTH, HEIGHT), MPP, "MegaTile sample", JPEG, longest=WIDTH // 2) as writer:
+        writer.add(picture)
 
 
 def _tiff(path: Path, picture: Pixels, **encoding: object) -> None:

@@ -90,6 +90,9 @@ class GradReducer:
         bucket_bytes: as of ``bucketed``.
     """
 
+    advice = "use --gradient-buckets=0"
+    """For a model that adds a gradient after the sum of its bucket has begun."""
+
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
@@ -166,7 +169,7 @@ class GradReducer:
         if not self._final:
             return
         if number not in bucket.pending:
-            raise added_twice(bucket.parameters[number], "use --gradient-buckets=0")
+            raise added_twice(bucket.parameters[number], self.advice)
         bucket.pending.remove(number)
         # In the order of the buckets, which is the same on every rank.
         while self._begun < len(self.buckets) and not self.buckets[self._begun].pending:

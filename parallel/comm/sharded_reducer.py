@@ -178,6 +178,8 @@ class ShardedReducer(GradReducer):
         allocating: gives the context in which buckets and slices are made.
     """
 
+    advice = "use --zero 1 and --gradient-buckets=0"
+
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],

@@ -41,7 +41,8 @@ HALF = ("bfloat16", "float16")
 """Graphs are traced in float32; mixed precision moves half of it."""
 
 
-PRODUCTS = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+PRODUCTS = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm", ATTENTION})
 """Operations that arithmetic may bound."""
 
 FREE = frozenset({"_unsafe_view", "as_strided_", "detach", "lift_fresh", "alias", "t", "transpose"})

@@ -208,7 +208,10 @@ class Engine(TrainingEngine):
 
     @property
     def parameter_names(self) -> frozenset[str]:
-        return frozenset(self._work.full_state.parameters)
+        held = (pair for stage in self._work.stages.values() for pair in stage.parameters.items())
+        # A forward pass may update parameters without gradient, such as codebooks. Other ranks send copies.
+        without_grad = {name for name, parameter in held if not parameter.requires_grad}
+        return frozenset(self._work.full_state.parameters) - without_grad
 
     def state_dict(self) -> dict[str, Any]:
         return self._work.full_state.gather()

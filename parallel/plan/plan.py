@@ -261,6 +261,5 @@ def too_small(rows: Sequence[PlanRow], cluster: Cluster) -> str:
         )
     return (
         f"nothing fits in {bytes_text(cluster.memory_bytes)} a rank: {nearest.strategy} needs least, "
-        f"{bytes_text(cluster.needed_bytes(peak))}. Use more ranks, a smaller --tile, or "
-        "--precision bf16"
+        f"{bytes_text(cluster.needed_bytes(peak))}. Use more ranks or a smaller --tile"
     )

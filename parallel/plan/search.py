@@ -126,11 +126,13 @@ class Planner(Evaluator):
         names = [name for name in free if name == "spatial" or ("spatial" in free and ranks <= PIPELINES)]
         for candidate in self._teams(names, ranks, depth, m):
             own[candidate.name].append(candidate)
-        if "spatial" in own and not own["spatial"]:
+        if "spatial" in own and not own["spatial"] and depth in (None, 1):
             yield PlanRow(Strategy("spatial", ranks, 1, 1), refused=self._no_teams(ranks))
         for name in sorted(own, key=lambda name: name != "spatial"):
             speed = 0.0 if name == "spatial" or best is None else best.images_per_second or 0.0
             tried = own[name] if speed or name == "spatial" else fewest_bytes(own[name])
+            if best is not None and best.strategy.policy.stream:  # what is slower may be preferred to boxes
+                speed = 0.0
             for row in self._promising(tried, savings, speed, 1 + SIMPLER):
                 best = best_of([each for each in (best, row) if each])
                 yield row

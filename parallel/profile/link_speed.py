@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import statistics
 import threading
 import time
@@ -29,8 +28,6 @@ from parallel.offload.copies import CudaCopies
 from parallel.profile.cache import CoreUse, kept_at, load_or_measure
 from parallel.profile.calibrate import DeviceUse
 from parallel.profile.gpu import in_cuda_process, in_process
-
-log = logging.getLogger(__name__)
 
 FORMAT, COPY_FORMAT = 2, 2
 """Raised when speeds kept by earlier versions no longer hold."""
@@ -98,8 +95,8 @@ def load_or_measure_links(ranks: int, *, threads: int = 1, device: str = "cpu") 
         "links",
         "messages and sums between ranks",
         lambda: measure_links(ranks, threads=threads, device=device),
-        _parse,
-        lambda speed: json.dumps({"format": FORMAT, "key": key, **asdict(speed)}),
+        lambda text: LinkSpeed(**{field.name: json.loads(text)[field.name] for field in dataclasses.fields(LinkSpeed)}),
+        lambda speed: json.dumps({"key": key, **asdict(speed)}),
     )
 
 
@@ -162,23 +159,7 @@ def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
 def _key(ranks: int, threads: int, device: str) -> dict[str, Any]:
     known = DeviceUse(torch.device(device), threads, ranks, channels_last=False).key()
     gpus = {} if device == "cpu" else {"gpus": torch.cuda.device_count()}
-    return {name: value for name, value in known.items() if name != "format"} | gpus
-
-
-def _parse(text: str) -> LinkSpeed | None:
-    """Return the speed that was kept; None where it is of an earlier version, which a warning tells."""
-    kept: dict[str, Any] = json.loads(text)
-    if kept["format"] != FORMAT:
-        log.warning(
-            "messages and sums between ranks were measured by another version (format %s, now %s): measured anew, "
-            "about %d s",
-            kept["format"],
-            FORMAT,
-            TAKES_S,
-        )
-        return None
-    fields = dataclasses.fields(LinkSpeed)
-    return LinkSpeed(**{field.name: float(kept[field.name]) for field in fields if field.name in kept})
+    return known | {"format": f"links {FORMAT}"} | gpus
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -46,27 +45,14 @@ Gradients = dict[str, list[Tensor]]
 """Name of a value -> gradients of those of its tensors that need one, in order."""
 
 
-@dataclass(frozen=True)
-class Compute:
-    """Device and precision in which stages compute.
-
-    Attributes:
-        device: where their parameters are, or come to.
-        autocast: type for mixed precision; None computes in the module's own.
-        compiled: run through ``torch.compile``.
-    """
-
-    device: torch.device
-    autocast: torch.dtype | None = None
-    compiled: bool = False
-
-
 class Stage:
     """Forward and backward of one stage, for any number of microbatches in flight.
 
     Args:
         module: the layers.
-        compute: how.
+        device: where its parameters are, or come to.
+        autocast: type for mixed precision; None computes in the module's own.
+        compiled: run through ``torch.compile``.
         loss: of the last stage: (output, targets) -> mean over the microbatch; None for the others.
         no_grad_outputs: names of the values given that no gradient flows back to from the loss.
         statistics: of the module's normalisation layers.
@@ -80,9 +66,11 @@ class Stage:
     def __init__(
         self,
         module: StageModule,
-        compute: Compute,
+        device: torch.device,
         *,
         statistics: RunningStatistics,
+        autocast: torch.dtype | None = None,
+        compiled: bool = False,
         loss: Loss | None = None,
         no_grad_outputs: Iterable[str] = (),
         uses_rng: bool = False,
@@ -96,7 +84,7 @@ class Stage:
         self.statistics = statistics
         self._loss = loss
         self._no_grad_outputs = frozenset(no_grad_outputs)
-        self._device, self._autocast = compute.device, compute.autocast
+        self._device, self._autocast = device, autocast
         self._uses_rng = uses_rng
         self._weights = weights
         self._saved_tensors = saved_tensors
@@ -105,7 +93,7 @@ class Stage:
         self._updated = [name for name, tensor in state if name in updated and not tensor.requires_grad]
         # Inductor's own random numbers would differ from those of the plain model.
         self._run: Callable[..., Any] = module
-        if compute.compiled:
+        if compiled:
             self._run = torch.compile(module, options={"fallback_random": True})
         self._in_flight: dict[int, MicrobatchState] = {}
 
@@ -174,16 +162,8 @@ class Stage:
     @torch.no_grad()
     def rehearse(self, values: Mapping[str, Any], random: int | Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
         """Return what ``forward`` will give, with the output of the model in place of the loss; keep nothing of it, and
-        leave running statistics as they are.
-
-        Raises:
-            ValueError: a forward pass updates buffers of its own, so the second would give something else.
+        leave running statistics as they are. The module must update no other state: ``forward`` would update it again.
         """
-        if self._updated:
-            raise ValueError(
-                f"the model's forward pass updates {', '.join(self._updated)}: --bag makes two forward passes, and the "
-                "second would differ; leave --bag out, or choose another model"
-            )
         with self.statistics.frozen(), self._pass(random, shape, None) as draws:
             given = self._run(*(values[name] for name in self.module.inputs))
         outputs = dict(zip(self.module.outputs, given, strict=True))

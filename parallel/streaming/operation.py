@@ -163,14 +163,14 @@ def attribute(model: nn.Module, node: fx.Node) -> Any:
 
 
 def parameters_of(model: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
-    """Return the parameters that ``nodes`` compute with and that are trained, each once."""
+    """Return the parameters that ``nodes`` compute with, each once."""
     found: dict[nn.Parameter, None] = {}
     for node in dict.fromkeys(nodes):
         if node.op == "call_module":
             found.update(dict.fromkeys(model.get_submodule(str(node.target)).parameters()))
         read = (attribute(model, argument) for argument in node.all_input_nodes if argument.op == "get_attr")
         found.update(dict.fromkeys(value for value in read if isinstance(value, nn.Parameter)))
-    return [parameter for parameter in found if parameter.requires_grad]
+    return list(found)
 
 
 def module_of(model: nn.Module, node: fx.Node) -> nn.Module | None:

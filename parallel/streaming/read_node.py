@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.streaming.layer import Layer, Reading
-from parallel.streaming.operation import NotTileable, Operation, attribute, module_of
+from parallel.streaming.operation import NotTileable, Operation, module_of
 from parallel.streaming.read_norm import batch_norm, group_norm, instance_norm
 from parallel.streaming.read_pointwise import (
     IN_PLACE,
@@ -223,13 +223,6 @@ def changed_and_used_later(reading: Reading, node: fx.Node) -> list[fx.Node]:
             changed.append(other)
         looked_at += [user for user in other.users if reading.aliases.get(user.name) is other]
     return changed
-
-
-def parameters_read(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
-    """Return the parameters that a node computes with."""
-    module = module_of(model, node)
-    read = [attribute(model, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
-    return [*(module.parameters() if module is not None else ()), *(v for v in read if isinstance(v, nn.Parameter))]
 
 
 def updates_statistics(reading: Reading, node: fx.Node) -> bool:

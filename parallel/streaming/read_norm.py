@@ -100,7 +100,7 @@ def group_norm(layer: Layer) -> Operation:
 
 def instance_norm(layer: Layer) -> Operation:
     if layer.get("running_mean") is not None or not layer.get("use_input_stats", True):
-        raise NotTileable(ADVICE)
+        raise NotTileable("keeps running statistics of each tile: set track_running_stats=False")
     return _in_groups(layer, nn.InstanceNorm2d, layer.shape[1])
 
 

@@ -19,10 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel.space.rule import Step
 from parallel.streaming.layer import Reading
-from parallel.streaming.operation import DIMS, NotTileable, Operation
+from parallel.streaming.operation import DIMS, NotTileable, Operation, parameters_of
 from parallel.streaming.read_node import (
     changes_in_place,
-    parameters_read,
     read_node,
     refuse_updated,
     takes_type_alone,
@@ -193,7 +192,7 @@ class _Reader:
         """Add a node that is computed once, of sums and parameters."""
         others = tuple(argument.name for argument in node.all_input_nodes if argument.name in self.without_rows)
         differentiable = any(t.is_floating_point() or t.is_complex() for t in tensors_of(self._reading.of(node)))
-        if not differentiable or (not parameters_read(self._model, node) and self.fixed.issuperset(others)):
+        if not differentiable or (not parameters_of(self._model, (node,)) and self.fixed.issuperset(others)):
             self.fixed.add(node.name)
         if not self._once:
             self._refuse_recomputed(node)
@@ -299,7 +298,7 @@ class _Reader:
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         flows = {n for n, value in {**entering, **tensors}.items() if isinstance(value, Tensor) and value.requires_grad}
         for step in steps:
-            read = parameters_read(self._model, by_name[step.name]) if step.name in by_name else []  # moments read none
+            read = parameters_of(self._model, [by_name[step.name]] if step.name in by_name else [])  # moments read none
             if step.name not in self.fixed and (flows.intersection(step.inputs) or any(p.requires_grad for p in read)):
                 flows.add(step.name)
         return Region(

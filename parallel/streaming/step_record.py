@@ -22,10 +22,9 @@ from parallel.graph.layers import Op
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.cuts import Span
 from parallel.space.rule import Step, Window
-from parallel.streaming.operation import Arguments, module_of
+from parallel.streaming.operation import Arguments, module_of, parameters_of
 from parallel.streaming.part_run import resolver, run_plain
 from parallel.streaming.patch import Patch, cut_of, cut_value
-from parallel.streaming.read_node import parameters_read
 from parallel.streaming.region import Region
 from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of, tensors_of
 from parallel.trace.without_data import empty_like, replacements, state_of, swapped
@@ -222,7 +221,7 @@ class _Recording:
         """Return the parameters that get a gradient from the step."""
         if step.name not in self._region.operations or "~" in step.name:
             return []
-        return [p for p in parameters_read(self.module, self._region.nodes[step.name]) if p.requires_grad]
+        return [p for p in parameters_of(self.module, (self._region.nodes[step.name],)) if p.requires_grad]
 
 
 class _Known(dict[str, Any]):

@@ -53,9 +53,8 @@ class PlannedRegion:
         region, wants = self.run.region, torch.is_grad_enabled()
         self.run.context = context
         entering = [known[name] for name in (*region.inputs, *region.given)]
-        values: tuple[Tensor, ...] = _InBoxes.apply(
-            self.run, stage, others, len(entering), wants, *entering, *parameters_of(stage, self.nodes)
-        )
+        trained = [parameter for parameter in parameters_of(stage, self.nodes) if parameter.requires_grad]
+        values: tuple[Tensor, ...] = _InBoxes.apply(self.run, stage, others, len(entering), wants, *entering, *trained)
         return values
 
     def for_rest(self, name: str, value: Any) -> Any:

@@ -340,4 +340,5 @@ class RegionRun:
 
     def _parameters(self, module: nn.Module, steps: Iterable[Step]) -> list[nn.Parameter]:
         nodes = self.region.nodes
-        return parameters_of(module, [nodes[step.name] for step in steps if step.name in nodes])
+        found = parameters_of(module, [nodes[step.name] for step in steps if step.name in nodes])
+        return [parameter for parameter in found if parameter.requires_grad]

@@ -23,6 +23,7 @@ from parallel.schedule.shares import even_parts
 from parallel.streaming.moments import HALVES, merged, moments, next_share, normalised_part, update_running
 from parallel.streaming.operation import module_of
 from parallel.team.team_comm import ForwardContext, TeamComm
+from parallel.trace.patched_kernels import with_plain_stride
 from parallel.trace.stage_module import layout_of
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -66,7 +67,9 @@ def samplewise_fault(model: nn.Module, node: fx.Node) -> str | None:
 def _module_fault(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, _BatchNorm):
-        return None if kind in NORMS else f"is a {kind.__name__}, whose sums over all samples are not known"
+        if kind in NORMS or (kind.forward is _BatchNorm.forward and not module.training):
+            return None
+        return f"is a {kind.__name__}, whose sums over all samples are not known"
     if kind.__name__.startswith("Lazy") or kind.__module__ not in MODULES:
         return None if kind is nn.Identity else f"is a {kind.__name__}, not known to treat each sample alone"
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
@@ -205,6 +208,8 @@ def normalise(comm: TeamComm, module: _BatchNorm, own: Tensor, context: SampleCo
         if module.running_mean is not None and module.running_var is not None:
             update_running(of_all, module.running_mean, module.running_var, next_share(module), count)
     y = normalised_part(x, of_all, (module.weight, module.bias), count, module.eps, comm.all_reduce_async)
+    if len(x) == 1 and y.requires_grad:
+        y.register_hook(with_plain_stride)  # type: ignore[no-untyped-call]
     return y.reshape(own.shape).to(own.dtype)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -159,7 +160,9 @@ def _may_draw(training: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_module":
         return False
     module = training.get_submodule(str(node.target))
-    return any(not type(submodule).__module__.startswith(DETERMINISTIC) for submodule in module.modules())
+    # A class derived from a norm of torch, such as one that stays in evaluation, may run the forward of torch.
+    code = (type(part).forward if isinstance(part, _NormBase) else type(part) for part in module.modules())
+    return any(not each.__module__.startswith(DETERMINISTIC) for each in code)
 
 
 def merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -26,6 +26,8 @@ ALLOCATIONS = (
 """They give memory and touch none."""
 NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
 """Taken apart without data, they would take half of a run."""
+SAME_FLOPS = {_aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention}
+"""An operation of which torch has no formula -> one of as many flops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def _detached(tensor: FakeTensor) -> FakeTensor:
 def _counted(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:
     """Return the value of an operation and its flops, 0 for one of which torch has no formula."""
     value = func(*args, **kwargs)
-    formula = flop_registry.get(func.overloadpacket)
+    formula = flop_registry.get(SAME_FLOPS.get(func.overloadpacket, func.overloadpacket))
     return value, 0 if formula is None else formula(*args, **kwargs, out_val=value)
 
 

@@ -29,7 +29,7 @@ _PATCHED = "_megatile_patched"
 
 def patch_kernels() -> None:
     """Replace ``F.batch_norm``, ``F.instance_norm`` and ``F.conv2d`` in this process from now on."""
-    for name, relayout in (("batch_norm", _with_plain_stride), ("instance_norm", Tensor.contiguous)):
+    for name, relayout in (("batch_norm", with_plain_stride), ("instance_norm", Tensor.contiguous)):
         function = getattr(F, name)
         if not hasattr(function, _PATCHED):
             setattr(F, name, _patched_norm(function, relayout))
@@ -54,11 +54,12 @@ def _patched_norm(function: Callable[..., Any], relayout: Callable[[Tensor], Ten
     return call
 
 
-def _with_plain_stride(gradient: Tensor) -> Tensor:
-    """Return the same memory with the stride that a second tile would need."""
-    strides = gradient.stride()
-    plain = gradient[0].numel()
-    return gradient if strides[0] == plain else gradient.as_strided(gradient.shape, (plain, *strides[1:]))
+def with_plain_stride(gradient: Tensor) -> Tensor:
+    """Return the same memory, of one tile, with the stride that a second tile would need."""
+    strides, plain = gradient.stride(), gradient.numel()
+    if len(gradient) != 1 or strides[0] == plain:
+        return gradient
+    return gradient.as_strided(gradient.shape, (plain, *strides[1:]))
 
 
 def conv2d(

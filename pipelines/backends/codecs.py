@@ -36,8 +36,8 @@ class OtherJpeg(ValueError):
 class JpegTiles:
     """Decoder of the JPEG tiles of one level.
 
-    The TIFF's photometric tag rules over what markers in the tile say, as in OpenSlide: Aperio writes RGB components
-    with no marker at all, which a decoder left alone takes for YCbCr.
+    ``ycbcr`` rules over markers in a tile: Aperio writes RGB components with no marker at all, which a decoder left
+    alone takes for YCbCr.
 
     Args:
         tables: the level's JPEGTables, merged into a header once; None when each tile brings its own.
@@ -61,10 +61,12 @@ class JpegTiles:
         decode(self._header + data[start:], out)
 
 
-def colour_fault(
+def stored_ycbcr(
     tables: bytes | None, data: bytes, *, samples: int, ycbcr: bool, factors: tuple[int, int]
-) -> str | None:
-    """Return what in a tile's own headers contradicts the colours that the TIFF's tags give it; None when nothing does.
+) -> bool | str:
+    """Return whether a tile's components are YCbCr, or why its own headers and the TIFF's tags contradict each other.
+
+    QuPath and Bio-Formats write YCbCr under a tag that says RGB: the headers rule there.
 
     Args:
         tables: the level's JPEGTables.
@@ -83,16 +85,14 @@ def colour_fault(
     if frame[9] != samples:
         return f"its JPEG data have {frame[9]} components, its tags {samples} samples"
     if samples == 1:
-        return None
+        return ycbcr
     adobe = next((p[15] for m, p in segments(tables or SOI) + parts if m == _APP14 and p[4:9] == b"Adobe"), None)
     marked = any(marker == _APP0 for marker, _ in parts)  # JFIF has no RGB
     each = [(f >> 4, f & 15) for f in frame[11 : 10 + 3 * samples : 3]]
-    subsampled = each[0] != each[1]
-    if not ycbcr and (adobe == 1 or (adobe is None and marked) or subsampled):
-        return "its JPEG data are YCbCr, its tags say RGB"
-    if ycbcr and (adobe == 0 or not (subsampled or adobe == 1 or marked or factors == (1, 1))):
+    by_headers = adobe != 0 and (adobe == 1 or marked or each[0] != each[1])
+    if ycbcr and not by_headers and (adobe == 0 or factors != (1, 1)):
         return "its JPEG data are RGB, its tags say YCbCr"
-    return None
+    return ycbcr or by_headers
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from pipelines.backends.codecs import decode, decoder
+from pipelines.backends.codecs import JpegTiles, decode, decoder
 from pipelines.backends.level_reader import MemoryReader, level0_mpp
 from pipelines.backends.tiff_levels import TiffImage, choose_image, recorded_mpp, refuse_samples
 from pipelines.backends.tiff_page import Page, Tag
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
+from pipelines.backends.tiled import is_ycbcr
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError
@@ -142,6 +143,8 @@ def _decode_strips(path: Path, page: Page) -> Pixels | None:
     decode_strip = decoder(page)
     if page.is_tiled or isinstance(decode_strip, str):
         return None
+    if isinstance(decode_strip, JpegTiles):
+        decode_strip = JpegTiles(page.blob(Tag.JPEG_TABLES), ycbcr=is_ycbcr(path, page))
     pixels = np.empty((page.height, page.width, 3), np.uint8)
     rows = max(1, min(page.height, page.number(Tag.ROWS_PER_STRIP, page.height)))
     tops = range(0, page.height, rows)

@@ -1,4 +1,4 @@
-"""Writers of tiled pyramidal BigTIFFs: compressed tiles in any order, heat maps row by row, masks band by band.
+"""Writers of tiled pyramidal BigTIFFs: slides and heat maps row by row, masks band by band.
 
 OpenSlide, tifffile, QuPath and our own backends open the files: one page per level, the coarser ones marked as
 reduced. tifffile writes pages one after the other, so tiles wait in an unnamed file. A file appears under its name when
@@ -7,11 +7,12 @@ it is whole.
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -35,7 +36,7 @@ DEFLATE_MASK = {"compression": "zlib", "photometric": "minisblack"}
 """Encoding of one byte per px under zlib: what ``encode_mask`` gives."""
 
 
-def encode_jpeg(tile: NDArray[np.uint8], quality: int = 80) -> bytes:
+def encode_jpeg(tile: NDArray[np.uint8], quality: int) -> bytes:
     """Return the JPEG stream of an RGB tile, uint8 (``TILE``, ``TILE``, 3). Releases the interpreter lock."""
     return bytes(
         imagecodecs.jpeg8_encode(tile, level=quality, colorspace="RGB", outcolorspace="YCBCR", subsampling="420")
@@ -45,72 +46,6 @@ def encode_jpeg(tile: NDArray[np.uint8], quality: int = 80) -> bytes:
 def encode_mask(tile: NDArray[np.uint8]) -> bytes:
     """Return the zlib stream of a mask tile, uint8 (``TILE``, ``TILE``)."""
     return bytes(imagecodecs.zlib_encode(tile.tobytes(), level=1))
-
-
-class TiffWriter:
-    """Open file under a temporary name next to ``path``; ``with`` publishes it on success and removes it on an error.
-
-    Args:
-        levels: size of each level, finest first.
-        encoding: what the tiles are.
-        mpp: um/px of level 0, stored as resolution; OpenSlide reports it as ``openslide.mpp-x``.
-        description: text of the first page's ImageDescription.
-    """
-
-    def __init__(
-        self, path: Path, levels: Sequence[Size], encoding: dict[str, Any], mpp: float, description: str
-    ) -> None:
-        self.levels = tuple(levels)
-        self._path, self._encoding, self._mpp, self._description = path, encoding, mpp, description
-        self._places = [np.zeros((-(-size.height // TILE), -(-size.width // TILE), 2), np.int64) for size in levels]
-        self._waiting: IO[bytes]
-
-    def write_tile(self, level: int, column: int, row: int, encoded: bytes) -> None:
-        """Take one compressed tile. Every tile of every level is to be given once, in any order."""
-        self._places[level][row, column] = self._waiting.tell(), len(encoded)
-        self._waiting.write(encoded)
-
-    def __enter__(self) -> Self:
-        self._waiting = tempfile.TemporaryFile(dir=self._path.parent)  # closed by __exit__
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Write the pages and give the file its name, unless an error has come.
-
-        Raises:
-            OSError: the disk is full or the folder not writable; nothing is left under the name.
-        """
-        with self._waiting:
-            if kind is None:
-                missing = sum(int((places[..., 1] == 0).sum()) for places in self._places)
-                assert missing == 0, f"{missing} tiles of {self._path} were never written"
-                with replacing(self._path) as temporary, temporary.open("wb") as file:
-                    self._write_pages(file)
-                    file.flush()
-                    os.fsync(file.fileno())
-
-    def _write_pages(self, file: IO[bytes]) -> None:
-        with tifffile.TiffWriter(file, bigtiff=True) as writer:
-            for level, size in enumerate(self.levels):
-                per_cm = 1e4 / (self._mpp * self.levels[0].width / size.width)
-                writer.write(
-                    self._tiles(level),
-                    shape=(size.height, size.width, *([3] if self._encoding["photometric"] == "rgb" else [])),
-                    dtype="uint8",
-                    tile=(TILE, TILE),
-                    subfiletype=int(level > 0),
-                    resolution=((round(per_cm * 1000), 1000),) * 2,
-                    resolutionunit="CENTIMETER",
-                    description=self._description.encode() if level == 0 else None,  # text is refused beyond ASCII
-                    metadata=None,
-                    software=False,
-                    **self._encoding,
-                )
-
-    def _tiles(self, level: int) -> Iterator[bytes]:
-        for offset, length in self._places[level].reshape(-1, 2).tolist():
-            self._waiting.seek(offset)
-            yield self._waiting.read(length)
 
 
 def level_sizes(size: Size, longest: int) -> list[Size]:
@@ -127,10 +62,12 @@ class PyramidWriter:
     Each level halves the one before (mean of 2 x 2 px): memory is that of a few rows of tiles, whatever the height.
 
     Args:
-        size, mpp: of the finest level.
+        size, mpp: of the finest level; um/px are stored as resolution, which OpenSlide reports as ``openslide.mpp-x``.
+        description: text of the first page's ImageDescription.
         encoding: ``JPEG`` for RGB, ``DEFLATE_MASK`` for one byte per px.
         longest: px of the longer side of the coarsest level at most.
         threads: compress the tiles; None: the caller's.
+        quality: of ``JPEG``.
     """
 
     def __init__(
@@ -142,13 +79,17 @@ class PyramidWriter:
         encoding: dict[str, Any] = DEFLATE_MASK,
         longest: int = TILE,
         threads: Executor | None = None,
+        quality: int = 80,
     ) -> None:
+        self._path, self._mpp, self._description, self._encoding = path, mpp, description, encoding
         self._sizes = level_sizes(size, longest)
-        self._tiff = TiffWriter(path, self._sizes, encoding, mpp, description)
-        self._encode = encode_jpeg if encoding is JPEG else encode_mask
+        self._encode: Callable[[NDArray[np.uint8]], bytes] = (
+            functools.partial(encode_jpeg, quality=quality) if encoding is JPEG else encode_mask
+        )
         self._map = map if threads is None else threads.map
         self._waiting: list[NDArray[np.uint8] | None] = [None] * len(self._sizes)
-        self._tile_rows = [0] * len(self._sizes)
+        self._places = [array("q") for _ in self._sizes]  # offset and bytes of each tile
+        self._tiles: IO[bytes]
 
     def add(self, rows: NDArray[np.uint8]) -> None:
         """Take the next rows, uint8 (any number, width), or (any number, width, 3) for ``JPEG``."""
@@ -170,26 +111,57 @@ class PyramidWriter:
         missing = ((0, TILE - len(rows)), (0, columns * TILE - rows.shape[1]), (0, 0))[: rows.ndim]
         padded = np.pad(rows, missing, "edge")
         tiles = (np.ascontiguousarray(padded[:, column * TILE : (column + 1) * TILE]) for column in range(columns))
-        for column, encoded in enumerate(self._map(self._encode, tiles)):
-            self._tiff.write_tile(level, column, self._tile_rows[level], encoded)
-        self._tile_rows[level] += 1
+        for encoded in self._map(self._encode, tiles):
+            self._places[level].extend((self._tiles.tell(), len(encoded)))
+            self._tiles.write(encoded)
         if level + 1 < len(self._sizes):
             self._add(level + 1, halved(rows))
 
     def __enter__(self) -> Self:
-        self._tiff.__enter__()
+        self._tiles = tempfile.TemporaryFile(dir=self._path.parent)  # closed by __exit__
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        with ExitStack() as closing:
+        """Write the pages and give the file its name, unless an error has come.
+
+        Raises:
+            OSError: the disk is full or the folder not writable; nothing is left under the name.
+        """
+        with self._tiles:
             if kind is not None:
-                self._tiff.__exit__(kind, *error)
                 return
-            closing.push(self._tiff)
             for level in range(len(self._sizes)):  # finest first: each hands on what is left to the next
                 waiting = self._waiting[level]
                 if waiting is not None:
                     self._write_tiles(level, waiting)
+            with replacing(self._path) as temporary, temporary.open("wb") as file:
+                self._write_pages(file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _write_pages(self, file: IO[bytes]) -> None:
+        with tifffile.TiffWriter(file, bigtiff=True) as writer:
+            for level, (size, places) in enumerate(zip(self._sizes, self._places, strict=True)):
+                missing = -(-size.width // TILE) * -(-size.height // TILE) - len(places) // 2
+                assert missing == 0, f"{missing} tiles of {self._path} were never written"
+                per_cm = 1e4 / (self._mpp * self._sizes[0].width / size.width)
+                writer.write(
+                    map(self._tile, places[::2], places[1::2]),
+                    shape=(size.height, size.width, *([3] if self._encoding["photometric"] == "rgb" else [])),
+                    dtype="uint8",
+                    tile=(TILE, TILE),
+                    subfiletype=int(level > 0),
+                    resolution=((round(per_cm * 1000), 1000),) * 2,
+                    resolutionunit="CENTIMETER",
+                    description=self._description.encode() if level == 0 else None,  # text is refused beyond ASCII
+                    metadata=None,
+                    software=False,
+                    **self._encoding,
+                )
+
+    def _tile(self, offset: int, length: int) -> bytes:
+        self._tiles.seek(offset)
+        return self._tiles.read(length)
 
 
 def halved(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:

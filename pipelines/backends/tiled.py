@@ -27,9 +27,9 @@ from pipelines.backends.codecs import (
     OtherJpeg,
     StreamHeader,
     TileDecoder,
-    colour_fault,
     decode,
     decoder,
+    stored_ycbcr,
 )
 from pipelines.backends.level_reader import level0_mpp, pad, scratch
 from pipelines.backends.tiff_levels import YCBCR, find_levels, recorded_mpp, resolution_mpp
@@ -160,33 +160,37 @@ def _grid(tiff: Tiff, page: Page) -> StoredTiles:
             f"{tiff.path}: damaged TIFF: page {page.index} of {page.width} x {page.height} px has {tiles} tiles, its "
             f"table {len(offsets)} offsets and {len(byte_counts)} byte counts"
         )
-    grid = StoredTiles(page.width, page.height, tile_width, tile_height, offsets, byte_counts, decode)
     if isinstance(decode, JpegTiles):
-        _check_colours(tiff, page, grid)
-    return grid
+        decode = JpegTiles(page.blob(Tag.JPEG_TABLES), ycbcr=is_ycbcr(tiff.path, page))
+    return StoredTiles(page.width, page.height, tile_width, tile_height, offsets, byte_counts, decode)
 
 
-def _check_colours(tiff: Tiff, page: Page, grid: StoredTiles) -> None:
-    """Hold the page's tags against the first tile whose JPEG headers can be read."""
-    chroma = page.array(Tag.CHROMA_FACTORS)
-    with tiff.path.open("rb") as file:
-        for i in np.flatnonzero(grid.byte_counts > 0)[:_HEADERS_TRIED]:
-            data = os.pread(file.fileno(), min(int(grid.byte_counts[i]), _HEADER_BYTES), max(0, int(grid.offsets[i])))
+def is_ycbcr(path: Path, page: Page) -> bool:
+    """Return whether a page of JPEG data is YCbCr, by its tags and the first tile or strip whose headers can be read.
+
+    Raises:
+        SlideError: they contradict each other.
+    """
+    tables = (Tag.TILE_OFFSETS, Tag.TILE_BYTES) if page.is_tiled else (Tag.STRIP_OFFSETS, Tag.STRIP_BYTES)
+    chroma, tagged = page.array(Tag.CHROMA_FACTORS), page.number(Tag.PHOTOMETRIC, UNREADABLE) == YCBCR
+    offsets, byte_counts = map(page.array, tables)
+    with path.open("rb") as file:
+        for i in np.flatnonzero(byte_counts > 0)[:_HEADERS_TRIED]:
+            data = os.pread(file.fileno(), min(int(byte_counts[i]), _HEADER_BYTES), max(0, int(offsets[i])))
             try:
-                fault = colour_fault(
+                found = stored_ycbcr(
                     page.blob(Tag.JPEG_TABLES),
                     data,
                     samples=page.number(Tag.SAMPLES, 1),
-                    ycbcr=page.number(Tag.PHOTOMETRIC, UNREADABLE) == YCBCR,
+                    ycbcr=tagged,
                     factors=(int(chroma[0]), int(chroma[1])) if len(chroma) == 2 else (2, 2),
                 )
             except ValueError:
                 continue  # a damaged tile, which fails alone when it is read
-            if fault:
-                raise SlideError(
-                    f"{tiff.path}: damaged TIFF: page {page.index}: {fault}; its colours cannot be trusted"
-                )
-            return
+            if isinstance(found, str):
+                raise SlideError(f"{path}: damaged TIFF: page {page.index}: {found}; its colours cannot be trusted")
+            return found
+    return tagged
 
 
 _SEGMENT_ENDS: Final = (*(bytes((0xFF, 0xD0 + i)) for i in range(8)), EOI)

@@ -32,8 +32,11 @@ PICTURE_SUFFIXES, PICTURE_MPP = frozenset({".png", ".jpg", ".jpeg", ".bmp"}), 0.
 UNREAD_PICTURES = frozenset({".gif", ".webp", ".heic", ".avif", ".jp2", ".jfif"})
 """Pictures that are not read: among pictures that are, slides that fail when they are opened."""
 
-FOLDER_SUFFIX, SKIPPED_FOLDERS = ".zarr", frozenset({"annotations", "masks", "tissue"})
-"""A folder that ends so is one slide; folders of pictures of slides: ``tissue`` holds the overlays of a run."""
+FOLDER_SUFFIX, SKIPPED_FOLDERS = ".zarr", frozenset({"annotations", "masks"})
+"""A folder that ends so is one slide; folders that hold no slides."""
+
+TISSUE_FOLDER, INDEX_FILES = "tissue", ("run.log", "tiles.parquet", "tiles.part-")
+"""Folder of pictures of an index or a run, and how names of files beside it begin. Elsewhere it may be a class."""
 
 PREDICTIONS_FILE, PREDICTED_PICTURES = "predict.json", frozenset({"heat_maps", "overlays"})
 """File in a folder that ``app.predict`` wrote, and its sub-folders with pictures, which are not slides."""
@@ -126,11 +129,11 @@ def find_slides(
     """Return all slides under ``root``, sub-folders included, and those that a table names by URL, sorted by id.
 
     Hidden files and folders in ``SKIPPED_FOLDERS`` are left out; so are masks (``_mask``, ``-mask``, DICOM
-    Segmentations) and pictures of predictions and of QuPath projects. The data folder of an MRXS slide and the JPEG
-    files of a VMS slide are parts of it. The DICOM files of one folder and series are one slide: its file is the
-    largest of them (the finest level). Its id is the folder's name, or that file's stem where the folder holds several
-    series, or the path below ``root`` where another slide has that name. A damaged DICOM file is a series
-    of its own. A folder that cannot be listed is a slide of its name and a slash, which fails when it is opened.
+    Segmentations) and pictures of an index, of predictions and of QuPath projects. The data folder of an MRXS slide and
+    the JPEG files of a VMS slide are parts of it. The DICOM files of one folder and series are one slide: its file is
+    the largest of them (the finest level). Its id is the folder's name, or that file's stem where the folder holds
+    several series, or the path below ``root`` where another slide has that name. A damaged DICOM file is a series of
+    its own. A folder that cannot be listed is a slide of its name and a slash, which fails when it is opened.
 
     Args:
         mpp: um/px of level 0 for every slide, in place of what the files say.
@@ -224,6 +227,7 @@ def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
             and f.lower() not in SKIPPED_FOLDERS
             and f not in mrxs_data
             and not (f in PREDICTED_PICTURES and PREDICTIONS_FILE in files)
+            and not (f == TISSUE_FOLDER and any(name.startswith(INDEX_FILES) for name in files))
             and not (f.isdecimal() and folder.name == "data" and _holds_qupath_project(folder.parent))
         )
         parts = _hamamatsu_parts(folder, names)

@@ -50,19 +50,12 @@ class SlidePool:
         specs: the slides, each opened in the thread that first leases it.
         capacity: slides kept open when none is lent, at least 1.
         open_spec: opens one; ``SlideSpec.open`` by default.
-
-    Raises:
-        ValueError: ``capacity`` below 1, or two specs with one id.
     """
 
     def __init__(
         self, specs: Sequence[SlideSpec], capacity: int, open_spec: Callable[[SlideSpec], Slide] | None = None
     ) -> None:
-        if capacity < 1:
-            raise ValueError(f"a pool keeps at least 1 slide open; got capacity {capacity}")
         self._specs = {spec.slide_id: spec for spec in specs}
-        if len(self._specs) < len(specs):
-            raise ValueError(f"slide ids of a pool must differ; got {sorted(spec.slide_id for spec in specs)}")
         self.capacity = capacity
         self._open = open_spec or (lambda spec: spec.open())
         self._lock = threading.Lock()
@@ -133,12 +126,6 @@ class SlidePool:
             if slide is not None:
                 unused.append(slide)
         return unused
-
-    @property
-    def open_ids(self) -> tuple[str, ...]:
-        """Ids of the slides that are open or being opened, the least recently used first."""
-        with self._lock:
-            return tuple(self._handles)
 
     def close(self) -> None:
         """Close every slide; one that is lent is closed when it comes back. Later leases are refused."""

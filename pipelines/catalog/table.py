@@ -220,7 +220,7 @@ COLUMNS = ("slide", "step", "error")
 
 
 class FailedSlides:
-    """The failures recorded at ``path``; the file appears with the first one."""
+    """The failures recorded at ``path``; the file appears with the first one, and stays with its header alone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -263,38 +263,25 @@ class FailedSlides:
         text = self.path.read_bytes().decode(errors="surrogateescape")
         return [(row["slide"], row["step"], row["error"]) for row in read_rows(io.StringIO(text, newline=""))]
 
-    def remove(self, slides: Collection[str]) -> None:
-        """Take out the failures of these slides: they are about to be tried again."""
+    def remove(self, slides: Collection[str], step: str | None = None) -> None:
+        """Take out the failures of these slides, all or those at ``step``: they are about to be tried again."""
         if not self.path.exists():
             return
         with self._locked() as descriptor:
-            kept = [row for row in self.rows() if row[0] not in slides]
+            kept = [row for row in self.rows() if row[0] not in slides or step not in (None, row[1])]
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
-            if kept:
-                _write(descriptor, [COLUMNS, *kept])
-            else:
-                self.path.unlink()  # whoever waits for the lock of this file looks for another
+            _write(descriptor, [COLUMNS, *kept])
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
         # One descriptor per use: flock excludes other descriptors, those of threads of this process included.
-        while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if self._is_at_path(descriptor):
-                    yield descriptor
-                    return
-            finally:
-                os.close(descriptor)
-
-    def _is_at_path(self, descriptor: int) -> bool:
-        """False when ``remove`` has taken the file away while its lock was waited for."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            return os.path.samestat(os.fstat(descriptor), self.path.stat())
-        except FileNotFoundError:
-            return False
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 def _one_line(error: str | BaseException) -> str:

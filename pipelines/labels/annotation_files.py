@@ -247,12 +247,20 @@ def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles, named: 
         named: names by id; empty: there are none, and the ids are numbered.
 
     Raises:
-        ValueError: ids without a name.
+        ValueError: ids without a name, or the only class is 1 in one mask and 255 in another.
     """
     if not values:
         return {}
     present = set().union(*values.values()) - {0}
+    classes_path = min(files.path[slide].parent for slide in values) / CLASSES_FILE
     if not named and present <= {1, IGNORE} and present:
+        by_value = {min(of_slide - {0}): slide for slide, of_slide in values.items() if len(of_slide - {0}) == 1}
+        if len(by_value) == 2 and not any({1, IGNORE} <= of_slide for of_slide in values.values()):
+            raise ValueError(
+                f"{files.source}: {files.path[by_value[IGNORE]]} has {IGNORE} and no 1, {files.path[by_value[1]]} has "
+                f"1 and no {IGNORE}. If pixels of {IGNORE} shall be ignored, write the line `1 {UNNAMED_CLASS}` into "
+                f"{classes_path}; if they are the class, export all masks with the same value"
+            )
         return {min(present): UNNAMED_CLASS}
     classes = dict(named) or {value: f"class_{value}" for value in range(1, len(present - {IGNORE}) + 1)}
     faults = [
@@ -261,11 +269,10 @@ def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles, named: 
         if (odd := of_slide - {0, IGNORE} - set(classes))
     ]
     if faults:
-        where = min(files.path[slide].parent for slide in values)
         raise ValueError(
             f"{files.source}: mask values are class ids, {', '.join(f'{v} {n}' for v, n in classes.items())}, "
             f"0 for background and {IGNORE} for ignore; " + "\n  ".join(faults[:8]) + "\n"
-            f"Name the ids in {where / 'classes.txt'}, a line `1 tumour` for each"
+            f"Name the ids in {classes_path}, a line `1 tumour` for each"
         )
     return classes
 

@@ -30,7 +30,15 @@ from pipelines.labels.annotation_files import (
     mask_classes,
 )
 from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
-from pipelines.labels.drawing import BACKGROUND, Origin, PolygonSet, areas_within, painted_over, printable_name
+from pipelines.labels.drawing import (
+    BACKGROUND,
+    UNNAMED_CLASS,
+    Origin,
+    PolygonSet,
+    areas_within,
+    painted_over,
+    printable_name,
+)
 from pipelines.labels.rasterize import PixelGrid, mask_pixels, paint
 from pipelines.slides.geometry import Bounds, Region, TileBox
 from pipelines.slides.slide import Slide, SlideError
@@ -198,9 +206,12 @@ def read_annotations(
     digests = "".join(f"{slide} {content.digest}\n" for slide, content in contents.items())
     if len(failed) == len(slides):
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
-    numbered = {value: f"class_{value}" for value in range(1, IGNORE)}
-    of_model = {value: name for value, name in numbered.items() if class_map.learned(name) in (known or ())}
-    mask_names = mask_classes(values, files, folder_names(files) or of_model)
+    of_model = {value for value in range(1, IGNORE) if class_map.learned(f"class_{value}") in (known or ())}
+    present = set().union(*values.values()) - {0}
+    if present == {IGNORE} and class_map.learned(UNNAMED_CLASS) in (known or ()):
+        of_model = set()  # 255 is the class, as in training: it has no number, whatever names the map joins
+    numbered = {value: f"class_{value}" for value in sorted(of_model | present - {IGNORE})} if of_model else {}
+    mask_names = mask_classes(values, files, folder_names(files) or numbered)
     if known is None:
         class_map.check(names | set(mask_names.values()))
     mask_names = {value: class_map.learned(mask_names[value]) for value in sorted(mask_names)}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelines.catalog.catalog import SlideNames, SlideSpec
+from pipelines.catalog.catalog import SKIPPED_FOLDERS, SlideNames, SlideSpec
 from pipelines.catalog.table import LABELS_FILE, MISSING, Table, listed, original, read_table, shown, warn_of
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
@@ -95,7 +95,8 @@ def find_labels(
             "<slide>.tif or <slide>.png, or DICOM SEG <slide>.dcm\n"
             f"  3. the same beside the slides: {root / LABELS_FILE}, <slide>.geojson or .xml, <slide>_mask.tif or "
             ".png, or folders annotations/ or masks/\n"
-            f"  4. a sub-folder per class: {root / 'CLASS' / 'slide.svs'}, at least two classes, every slide in one"
+            f"  4. a sub-folder per class: {root / 'CLASS' / 'slide.svs'}, at least two classes, every slide in one; "
+            f"folders named {' and '.join(sorted(SKIPPED_FOLDERS))} are not searched for slides"
             + (
                 f"\nIts folders {', '.join(sorted(set(splits.values())))} are taken for splits, not for classes: make "
                 f"class folders in each of them, as {root / 'train' / 'CLASS' / 'slide.svs'}"
@@ -214,6 +215,9 @@ def _labels_from_folders(
     if classes < 2 or (classes == len(name_of) and classes > 2):
         return None
     source = f"class sub-folders of {root}"
+    paths = root.glob("*/*" if below_root else "*")
+    skipped = sorted({path.name for path in paths if path.name.lower() in SKIPPED_FOLDERS and path.is_dir()})
+    warn_of(logger, f"{source}: left out, as folders so named hold annotations", skipped, "folder")
     class_map.check(set(name_of.values()))
     patients, sites = _patients_and_sites(table, specs, pattern)
     return _labels(_mapped(name_of, class_map, source), patients, specs, source, [], sites)

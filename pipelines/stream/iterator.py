@@ -122,9 +122,7 @@ class TileIterator(Closing):
         Raises:
             ValueError: the state belongs to a stream with other settings; names them.
         """
-        ours = self._fingerprint()
-        drawn = "digest of the annotation files"  # which earlier versions did not record
-        saved = {drawn: ours.get(drawn)} | state["stream"]
+        ours, saved = self._fingerprint(), state["stream"]
         differing = [
             f"{key} was {saved.get(key, 'not set')}, now {ours.get(key, 'not set')}"
             for key in sorted({*saved, *ours})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -41,21 +40,8 @@ UNREAD = -1
 it is replaced is for the rank to say that has the pixels."""
 
 OnFault = Callable[[str, Region | None, Exception], None]
-"""Told (slide_id, region, error), once per tile; region is None for a slide that does not open."""
-
-
-def report_once(on_fault: OnFault | None) -> OnFault:
-    """Return a function that calls ``on_fault`` once for each fault, from whatever thread."""
-    reported: set[tuple[str, Region | None]] = set()
-    lock = threading.Lock()
-
-    def report(slide_id: str, region: Region | None, error: Exception) -> None:
-        with lock:
-            if on_fault is not None and (slide_id, region) not in reported:
-                reported.add((slide_id, region))
-                on_fault(slide_id, region, error)
-
-    return report
+"""Called with (slide_id, region, error) by reading threads, each time a tile cannot be read; region is None for a slide
+that does not open."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +50,7 @@ class SampleReader:
     reading threads must not keep it alive.
 
     Attributes:
-        report: called for every tile that could not be read, by a reading thread.
+        report: called each time a tile cannot be read.
         replaces: read another tile in place of one that cannot be read; otherwise it is blank, and its row ``UNREAD``.
         crop: cuts each slide, which is a picture, to the tile; None: tiles are read as they are.
         augment: varies whole tiles; their parts are cut after that.

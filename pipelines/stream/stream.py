@@ -26,7 +26,7 @@ from pipelines.stream.augment import NO_AUGMENTATION, AugmentSettings, CpuAugmen
 from pipelines.stream.batch import Allocate, BufferPool, Labels, Masks, Target, TileParts
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.order import Bags, Balance, BatchSampler, IndexOrder, Order, Rows, SlideShuffle, Weighted
-from pipelines.stream.read import OnFault, PictureCrop, SampleReader, report_once
+from pipelines.stream.read import OnFault, PictureCrop, SampleReader
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -123,8 +123,8 @@ class TileStream:
         return replace(self, bag=size)
 
     def read(self, pool: SlidePool, on_fault: OnFault | None = None, *, replaces: bool = True) -> Self:
-        """Read from these slides; ``on_fault(slide_id, region, error)`` is called, once each, for tiles that cannot be
-        read, and, with region None, of slides that do not open.
+        """Read from these slides; reading threads call ``on_fault(slide_id, region, error)`` each time a tile cannot be
+        read or, with region None, a slide does not open.
 
         Args:
             replaces: another tile is read in place of each; otherwise it is blank, and ``UNREAD`` in ``Batch.rows``.
@@ -258,7 +258,7 @@ class TileStream:
             self.tiles.size if differ else None,
             parts,
         )
-        report = report_once(self.on_fault)
+        report = self.on_fault or (lambda *fault: None)
         reader = SampleReader(self.tiles, self.pool, target, report, self.replaces, self.cut, augment, parts)
         return TileIterator(self.source, reader, buffers, self.threads, lambda: self.fingerprint)
 

@@ -72,7 +72,8 @@ def build_index(
         progress: called with each finished slide, which the log has, too, and with remarks.
         retry_failed: try slides again that failed before; otherwise only when their file has changed.
         part: only this part of ``specs``, in a file of its own.
-        resumed: a run that has used this index continues: a slide that is another now is refused, not indexed anew.
+        resumed: a run that has used this index continues: a slide that is another now is refused, not indexed anew, and
+            one that failed stays left out, though it may have been repaired.
 
     Raises:
         ValueError: no slides, settings that contradict themselves, an index in ``out`` made with other settings, or a
@@ -93,16 +94,19 @@ def build_index(
         table = TileTable.joined(settings, [])
     check_settings(table.settings, settings, path)
     _check_overrides(table, specs, path)
+    asked_ids = [spec.slide_id for spec in specs]
+    if resumed:
+        left_out = {fault.slide_id for fault in table.faults}
+        specs = [spec for spec in specs if spec.slide_id not in left_out]
     # A slide that failed may be given the mpp or scene it lacked: that is another try, not another index.
     wanted = {spec.slide_id: (file_bytes(spec.path), spec.mpp, spec.scene) for spec in specs}
-    known = table.tried(faults=not retry_failed)
-    kept = table.tried(faults=resumed)  # a run that is resumed has begun without the slides that failed
-    others = {slide_id: what for slide_id, what in wanted.items() if kept.get(slide_id) != what}
+    indexed = table.tried(faults=False)
+    others = {slide_id: what for slide_id, what in wanted.items() if indexed.get(slide_id) != what}
     taken = take_over(table, others, path, faults=not retry_failed)
     if taken is not table:
         table = taken
         table.save(path)
-        known = table.tried(faults=not retry_failed)
+    known = table.tried(faults=not retry_failed)
     for slide_id in _changed(table, specs, resumed):
         del known[slide_id]
     todo = [spec for spec in specs if known.get(spec.slide_id) != wanted[spec.slide_id]]
@@ -116,12 +120,12 @@ def build_index(
     failed = FailedSlides(out / "failed_slides.csv")
     for fault in table.faults:  # a retry that was interrupted took out the rows of slides that it did not come to
         failed.add_once(fault.slide_id, fault.step, fault.error)
-    asked = table.of_slides(spec.slide_id for spec in specs)
+    asked = table.of_slides(asked_ids)
     if not len(asked):
         lines = [f"{fault.slide_id}: {fault.step}: {_first_line(fault.error)}" for fault in asked.faults]
         if len(lines) > LISTED_FAULTS:
             lines[LISTED_FAULTS:] = [f"and {len(lines) - LISTED_FAULTS} more, in {out / 'failed_slides.csv'}"]
-        raise SlideError(f"none of {counted(len(specs), 'slide')} can be used:\n  " + "\n  ".join(lines))
+        raise SlideError(f"none of {counted(len(asked_ids), 'slide')} can be used:\n  " + "\n  ".join(lines))
     return asked
 
 

@@ -230,7 +230,7 @@ class StainFits:
     Attributes:
         tissue_mpp: resolution at which tissue was looked for.
         fits: by slide id; where there is none, why.
-        digests: of the slides' bytes, by slide id.
+        digests: of the slides' bytes, by slide id; empty for a slide that the next start measures again.
     """
 
     method: Method
@@ -286,8 +286,12 @@ def fit_slides(
     *,
     workers: int = 0,
     progress: Callable[[str], None] = lambda told: None,
+    resumed: bool = False,
 ) -> StainFits:
     """Return the stains of ``specs``: those that ``out`` has in its file, and others as they are measured now.
+
+    Args:
+        resumed: a run that has used these stains continues: a slide that has no fit keeps its colours to the end.
 
     Raises:
         ValueError: the file in ``out`` is something else.
@@ -297,20 +301,27 @@ def fit_slides(
     if (known.method, known.tissue_mpp) != (method, tissue_mpp):
         known = StainFits(method, tissue_mpp)
     now = {spec.slide_id: _digest(spec) for spec in specs}
-    todo = [spec for spec in specs if known.digests.get(spec.slide_id) != now[spec.slide_id]]
+    todo = [
+        spec
+        for spec in specs
+        if known.digests.get(spec.slide_id) != now[spec.slide_id] and not (resumed and spec.slide_id in known.fits)
+    ]
     if not todo:
         return known
     progress(f"stains of {counted(len(todo), 'slide')} are looked at ({method})")
     threads = default_threads(workers := min(workers or default_threads(1), len(todo)))
     task = functools.partial(stain_of, method=method, tissue_mpp=tissue_mpp, threads=threads)
-    fits = dict(known.fits)
+    fits, digests = dict(known.fits), dict(known.digests)
     failed = FailedSlides(out / "failed_slides.csv")
+    failed.remove([spec.slide_id for spec in todo], "stain")
     for spec, result in map_isolated(task, todo, workers, slide_limits(threads)):
         fits[spec.slide_id] = result if isinstance(result, StainFit) else str(result)
+        # Other errors, such as a timeout or a lost share, say nothing about the slide.
+        digests[spec.slide_id] = now[spec.slide_id] if isinstance(result, StainFit | NoStainFit) else ""
         if not isinstance(result, StainFit):
             failed.add(spec.slide_id, "stain", f"its colours are left as they are: {result}")
-    done = StainFits(method, tissue_mpp, dict(sorted(fits.items())), {**known.digests, **now})
-    done.save(path)
+        done = StainFits(method, tissue_mpp, dict(sorted(fits.items())), digests)
+        done.save(path)  # a signal may end the process
     if without := sum(isinstance(fits[spec.slide_id], str) for spec in todo):
         progress(f"{without} of {counted(len(todo), 'slide')} keep their colours, as {failed.path} says")
     return done
@@ -324,11 +335,14 @@ def _digest(spec: SlideSpec) -> str:
         return ""
 
 
-def stain_of(spec: SlideSpec, method: Method, tissue_mpp: float, threads: int) -> StainFit | str:
-    """Return the fit of one slide, or why there is none; for a process of its own."""
+def stain_of(spec: SlideSpec, method: Method, tissue_mpp: float, threads: int) -> StainFit | NoStainFit | str:
+    """Return the fit of one slide, why it has none, or the error that prevented the measurement; for a process of its
+    own."""
     cv2.setNumThreads(threads)
     try:
         with spec.open() as slide:
             return fit_slide(slide, read_overview(slide, tissue_mpp, threads), method)
+    except NoStainFit as fault:
+        return fault
     except Exception as fault:  # slide libraries raise anything; the other slides continue
         return error_text(fault)

@@ -14,7 +14,6 @@ from PIL import Image
 from sklearn.metrics import roc_auc_score
 from torchvision.transforms import v2
 
-from app import index
 from app.evaluation import classification
 from pipelines.catalog.table import FailedSlides
 from tests.app.conftest import CLASSIFIER, checkpoint_of, interrupted, rows_of, same_weights, summary_of
@@ -193,4 +192,4 @@ def test_a_resumed_run_ends_with_the_same_weights(run, pictures, tmp_path, train
 @pytest.mark.process
 def test_pictures_are_indexed(pictures, tmp_path):
     words = ["--slides", str(pictures), "--out", str(tmp_path / "index"), "--pictures", "resize", "--tile", "32"]
-    assert index.main(words) == 0
+    call("app.index", *words, code=0)

@@ -74,10 +74,16 @@ def test_delayed_gradients_are_planned_by_name_only(plan, tmp_path):
     assert "pipedream" not in plan("--batch", "32", **asked, out=tmp_path / "auto")[0]
 
 
-def test_too_little_memory_for_anything_says_the_least(plan):
+def test_too_little_memory_says_the_least_and_leaves_no_file_of_an_earlier_plan(plan, tmp_path):
+    earlier = {"plan.json", "schedule.csv", "schedule.svg", "largest_tile.json"}
+    for name in (*earlier, "notes.txt"):
+        (tmp_path / name).write_text("earlier")
     printed, _ = plan("--memory", "64MiB", tile=512, code=1)
     for words in ("nothing fits in 64 MiB a rank", "needs least", "over"):
         assert words in printed
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left & {*earlier, "notes.txt"} == {"notes.txt"}
+    assert set(printed.strip().rpartition(": ")[2].split(", ")) == left - {"notes.txt"}
 
 
 def test_where_no_strategy_can_run_the_plan_says_so():

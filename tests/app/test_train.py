@@ -1,10 +1,12 @@
 """``app.train`` on one rank: what it leaves, resume, and faults."""
 
 import shutil
+import signal
 
 import pytest
 
 from app.checkpoint.file import load_checkpoint, save_checkpoint
+from app.settings.cli import RunError
 from pipelines.tiles.tile_table import TileTable
 from tests.app.conftest import (
     QUICK,
@@ -69,6 +71,19 @@ def test_killed_with_tiles_in_boxes_and_resumed_is_bit_identical(classify_slides
     for column in ("step", "loss", "lr", "images"):
         assert losses_of(killed, column) == losses_of(whole, column)
     assert not list(killed.glob("maps*"))
+
+
+def test_a_signal_ends_a_run_whose_slides_are_still_prepared(classify_slides, train, tmp_path, monkeypatch):
+    """It was remembered until the first step, for the hours that an index takes."""
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def prepare(*_):
+        seen.append(signal.getsignal(signal.SIGTERM))
+        raise RunError("far enough")
+
+    monkeypatch.setattr("app.train.prepare", prepare)
+    train("--slides", classify_slides, *QUICK, "--out", tmp_path / "run", code=1)
+    assert seen == [before]
 
 
 def test_segmentation_end_to_end(segment_slides, train, tmp_path):

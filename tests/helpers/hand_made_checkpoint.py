@@ -11,6 +11,7 @@ from app.checkpoint.file import save_checkpoint
 from app.settings.fields import flat
 from app.settings.optimization import ModelSettings
 from app.settings.run import DataSettings, RunConfig
+from pipelines.stream.device_pixels import IMAGENET
 from pipelines.tiles.tiling import IndexSettings
 from tests.helpers import tiny_models
 
@@ -47,7 +48,7 @@ def write_checkpoint(
         net=ModelSettings(model=model),
     )
     state = {"model": net.state_dict(), "classes": [*classes], "settings": flat(config) | settings, "step": 7}
-    if slides is not None:
-        state["slides"] = slides
-    save_checkpoint(path, {**state, "task": "segment" if model == SEGMENTER else "classify"})
+    state |= {"slides": slides or {"split": {}, "digest": {}, "patient": {}}, "stain_target": None}
+    state |= {"normalisation": IMAGENET, "task": "segment" if model == SEGMENTER else "classify"}
+    save_checkpoint(path, state)
     return path

@@ -120,6 +120,16 @@ def test_frozen_batch_norms_keep_their_statistics_and_others_do_not():
     assert {"bn1.running_mean", "layer1.1.bn1.running_var", "layer2.0.bn1.running_mean"} <= moved
 
 
+@pytest.mark.parametrize("head", ["attention", "gem"])
+def test_a_pooling_head_is_trained_on_a_frozen_trunk(head):
+    """It was frozen at random."""
+    model = build_model("resnet18", classes=2, head=head)
+    freeze(model, ("trunk",))
+    trained = {name.partition(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"avgpool", "fc"}
+    assert all(parameter.requires_grad for parameter in model.avgpool.parameters())
+
+
 def test_what_cannot_be_frozen_is_named():
     model = build_model("resnet18", classes=2)
     with pytest.raises(ValueError, match=r"--freeze layer5: the model has no parameters there; did you mean .*layer4"):

@@ -73,9 +73,10 @@ def _step(model, images):
 
 
 def test_a_map_with_channels_last_is_pooled_too():
-    model = build_model("timm:swin_tiny_patch4_window7_224", classes=2, head="attention").eval()
+    """Also of tiles of another size than the library's: a tile of 224 px was refused by the model for 448 px."""
+    model = build_model("timm:swin_tiny_patch4_window7_224", classes=2, head="attention", side=448).eval()
     with torch.no_grad():
-        assert model(torch.randn(1, 3, 224, 224)).shape == (1, 2)
+        assert model(torch.randn(1, 3, 448, 448)).shape == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["unet_w4", "torchvision:densenet121", "timm:vit_tiny_patch16_224"])

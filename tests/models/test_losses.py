@@ -58,8 +58,9 @@ def test_ignored_pixels_have_no_gradient_and_a_perfect_segmentation_almost_no_lo
 
 
 def test_models_of_the_other_task_are_named():
-    with pytest.raises(ValueError, match="choose a classification --model"):
-        TileClassLoss()(torch.zeros(1, 2, 4, 4), torch.zeros(1, dtype=torch.long))
+    for logits, form in ((torch.zeros(1, 2, 4, 4), r"\(1, 2, 4, 4\)"), ({"logits": torch.zeros(1, 2)}, "dict")):
+        with pytest.raises(ValueError, match=f"this model gives {form}: choose a classification --model"):
+            TileClassLoss()(logits, torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match="choose a segmentation --model"):
         PixelClassLoss()(torch.zeros(1, 2), torch.zeros(1, 4, 4, dtype=torch.uint8))
 

@@ -38,14 +38,16 @@ def test_round_trip_and_second_name(refusal, last, monkeypatch):
     assert sorted(p.name for p in last.parent.iterdir()) == ["best.pt", "last.pt"]
 
 
-def test_previous_checkpoint_survives_a_disk_that_takes_no_more(last, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_previous_checkpoint_survives_a_disk_that_takes_no_more(number, last, monkeypatch):
     save_checkpoint(last, {"step": 1})
 
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def refuse(_):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"could not be written \(No space left on device\); the previous one is kept"):
+    monkeypatch.setattr(os, "fsync", refuse)
+    kept = rf"could not be written \({os.strerror(number)}\); the previous one .*; remove the cause, then --resume"
+    with pytest.raises(RunError, match=kept):
         save_checkpoint(last, {"step": 2})
     assert load_checkpoint(last)["step"] == 1
     assert [p.name for p in last.parent.iterdir()] == ["last.pt"]

@@ -150,7 +150,7 @@ def test_unwritable_folder_ends_the_run_and_keeps_what_was(write, tmp_path):
 
     with pytest.raises(RunError) as told:
         run()
-    kept = f"the previous one is kept: {folder.last}; free space, then --resume"
+    kept = f"the previous one is kept: {folder.last}; remove the cause, then --resume"
     assert str(told.value) == f"checkpoint {folder.last} could not be written (Is a directory); {kept}"
     assert load_checkpoint(folder.last)["step"] == 1
 

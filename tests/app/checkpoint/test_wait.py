@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint, save_checkpoint
@@ -13,6 +14,7 @@ from app.checkpoint.two_phase import TwoPhaseCheckpoints, tensors_in
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.memory.policy import ActivationPolicy
+from tests.helpers import updating_nets
 from tests.helpers.engine_runs import build, net, steps_of, strategy_for, train
 from tests.helpers.small_nets import NETS
 
@@ -105,6 +107,14 @@ def test_update_waits_for_the_copy(name, waits, tmp_path, monkeypatch):
     if waits:
         save_checkpoint(tmp_path / "blocking.pt", expected)
         assert (tmp_path / "blocking.pt").read_bytes() == path.read_bytes()
+
+
+def test_parameters_that_forward_passes_update_are_copied_before_the_next_step():
+    """A codebook was copied while the next step updated it."""
+    model = updating_nets.codebook(3)
+    names = {name for name, _ in model.named_parameters()}
+    engine = whole_engine(model, cross_entropy, ADAMW, LocalCommunicator(), batch=1, m=1)
+    assert names - engine.parameter_names == {"2.ema"}
 
 
 def same(found, expected):

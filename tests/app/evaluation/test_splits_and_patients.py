@@ -26,7 +26,8 @@ def write_predictions(path, splits=SPLITS, classes=CLASSES, name="{split}{k}", p
     random = np.random.default_rng(3)
     folder = PredictionFolder(path)
     made_with = {"model": "m", "task": "classify", "tile": 64, "mpp": 0.5, "classes": list(classes)}
-    folder.open({**made_with, "shown": [], "whole_pictures": False, "positive_class": positive, "slide_mpp": None})
+    made_with |= {"shown": [], "class_map": [], "whole_pictures": False, "positive_class": positive}
+    folder.open(made_with)
     rows = []
     for split, count in splits.items():
         for k in range(count):
@@ -98,7 +99,6 @@ def test_scores_are_of_one_split_and_those_of_scikit_learn(predictions, words, s
     [
         ({"train": 1, "val": 1, "external": 1}, "val"),
         ({"train": 1, "external": 1}, "external"),
-        ({"unknown": 1}, "unknown"),
         ({"train": 1}, None),
     ],
 )
@@ -110,9 +110,7 @@ def test_the_default_split(counts, scored):
     else:
         split = ScoredSplit(rows, None)
         assert (split.name, [row["split"] for row in split.rows]) == (scored, [scored])
-        assert any("training slides may be among" in line for line in split.lines()) == (scored == "unknown")
-    named = "all" if "unknown" in counts else min(counts)
-    with pytest.raises(ValueError, match=f"--split test has no predicted slide.* score these with --split {named}$"):
+    with pytest.raises(ValueError, match=f"--split test has no predicted slide.* with --split {min(counts)}$"):
         ScoredSplit(rows, "test")
 
 
@@ -144,6 +142,17 @@ def test_a_table_names_patients(tmp_path):
     (tmp_path / "own.csv").write_text("slide,label,patient\ntest0,cancer,p\ntest0,cancer,q\n")
     done, _ = evaluate(tmp_path, labels="own.csv", code=2)
     assert "'test0' has two patients" in done.stderr
+
+
+def test_external_slides_of_a_training_patient_are_named(tmp_path):
+    """The table may name patients that the run did not know."""
+    write_predictions(tmp_path, {"train": 2, "external": 4}, patient="{split}p{half}")
+    (tmp_path / "own.csv").write_text(
+        "slide,label,patient\nexternal0,cancer,trainp0\nexternal1,normal,q\nexternal2,cancer,r\nexternal3,normal,s\n"
+    )
+    done, figures = evaluate(tmp_path, labels="own.csv")
+    assert "1 of 4 scored slides are of training patients: external0" in done.stdout
+    assert (figures["training_slides"], figures["slides_of_training_patients"]) == ([], ["external0"])
 
 
 def test_patients_of_two_classes_without_names_need_the_positive_one(tmp_path):

@@ -19,7 +19,7 @@ from app.launch.place import (
     place,
     rank_cores,
 )
-from app.settings.launcher import find_launch
+from app.settings.launcher import Launch, find_launch
 from app.settings.strategy import StrategySettings
 from parallel.comm import torch_comm
 from parallel.comm.communicator import CommunicationError
@@ -194,6 +194,21 @@ def test_gpus_that_ranks_share_or_do_not_see_are_told_once(rank, units, seen, sa
     launch = find_launch()
     assert module._join(settings, torch.device("cuda", 0), launch) is joined
     assert [record.getMessage()[: len(said)] for record in caplog.records] == [said] * bool(said)
+
+
+def test_one_rank_of_a_host_warns_that_mpirun_may_bind_them(monkeypatch, caplog):
+    def start_mpi(*_):
+        raise CommunicationError("not here")
+
+    monkeypatch.setattr(module, "kill_after", start_mpi)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+    for rank in range(2):
+        with pytest.raises(CommunicationError):
+            module._join(StrategySettings("ddp"), torch.device("cpu"), Launch(rank, 2, rank, 2, mpi=True))
+    (warning,) = caplog.messages
+    assert "divide 4 of its 16 cores: if Open MPI binds them, start mpirun with --bind-to none" in warning
 
 
 @pytest.mark.parametrize("asked", [None, "host", "device"])

@@ -8,11 +8,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import yaml
 
 from app import train as train_module
+from app.settings.cli import RunError
 from app.settings.launcher import Attempts, Launcher, describe_restart, find_launcher, previous_attempts
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
@@ -122,6 +124,19 @@ def test_a_run_that_lost_a_rank_goes_on_with_as_many_as_can(strategy, least, lef
     dataset = SimpleNamespace(classes=("a", "b"), task="classify", tiles=NO_SIDES, rows=lambda split: range(8))
     folder.open(replace(config, strategy=replace(strategy, microbatches=strategy.m)), again=False)
     assert train_module._fewer(config, folder, dataset, 4) == left
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, ValueError), (1, RunError), (137, RunError)])
+def test_wrong_usage_that_only_a_rank_finds_is_wrong_usage(code, error, tmp_path, monkeypatch):
+    """``app.bench`` wrote "failed" for it, not "cannot"."""
+    server = mock.MagicMock()
+    started = server.return_value.__enter__.return_value
+    started.pid, started.launch.return_value = os.getpid(), code
+    monkeypatch.setattr(train_module, "RankServer", server)
+    monkeypatch.setattr(train_module, "_prepare", lambda *_: None)
+    config = RunConfig(DataSettings(tmp_path), strategy=StrategySettings(parallel="ddp", ranks=2), out=tmp_path)
+    with pytest.raises(error, match=f"a rank ended with exit code {code}; its message stands above"):
+        train_module._start_ranks(config, RunFolder(tmp_path), [])
 
 
 def test_an_attempt_without_a_checkpoint_keeps_the_microbatches(tmp_path):

@@ -283,8 +283,7 @@ SAVES = {"recompute": "block", "offload": "overlap"}
         (FULL | SAVES | {"parallel": "single", "ranks": 1}, "try --parallel auto on more ranks."),
         (FULL | {"parallel": "fsdp", "strategy": "fsdp"}, "try --recompute block, then --ranks 4."),
         (FULL | {"stream_px": 512, "stream": "512"}, "try --stream 256, then --ranks 4."),
-        (LIMIT | {"device_bytes": [400], "recompute": "block"}, "leave out --recompute"),
-        (LIMIT | {"device_bytes": [700], "recompute": "block"}, None),
+        (LIMIT | {"device_bytes": [400], "recompute": "block"}, None),
     ],
 )
 def test_what_to_try_next(run, summary, said, monkeypatch):
@@ -295,6 +294,22 @@ def test_what_to_try_next(run, summary, said, monkeypatch):
     page = Page(run)
     assert ("What to try next" in page.headings("h2")) == (said is not None)
     assert said is None or said in page.text
+
+
+@pytest.mark.parametrize(("batch", "launcher", "advised"), [(8, None, True), (2, None, False), (8, "torchrun", False)])
+def test_more_ranks_are_advised_inside_a_rank_as_later(run, batch, launcher, advised, monkeypatch):
+    """A rank held twice its ranks against a batch for as many as there are."""
+    config = {"slides": "slides", "parallel": "ddp", "batch": batch, **SAVES}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "env.json").write_text(json.dumps({"launcher": {"started_by": launcher}}))
+    write_summary(run, **FULL | SAVES | {"global_batch": batch, "microbatches": batch})
+    monkeypatch.setattr("app.pages.run_page.curves", lambda *_: [])
+    later = Page(run).text
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    for name in ("RANK", "LOCAL_RANK", "MEGATILE_RANK"):
+        monkeypatch.setenv(name, "0")
+    assert ("--ranks 4" in later) == ("--ranks 4" in Page(run).text) == advised
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """``--parallel auto``: planned once, kept, followed by every rank, and taken up again by a resumed run."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -10,12 +11,24 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from app.planning.auto import decided, follow, machine_of, names_for, plan_run, plan_text, planned_speed, savings_of
+from app.planning.auto import (
+    check_largest,
+    decided,
+    follow,
+    machine_of,
+    names_for,
+    plan_run,
+    plan_text,
+    planned_speed,
+    savings_of,
+)
 from app.planning.machine import named_machine, this_machine
 from app.settings.cli import RunError
 from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import Parallel, StrategySettings
+from app.train import _plan
+from app.training.run_folder import RunFolder
 from parallel.memory.policy import ActivationPolicy
 from parallel.plan.candidates import MemoryOptions
 from parallel.plan.plan import PlanRow
@@ -145,6 +158,12 @@ def test_a_model_that_cannot_be_traced_is_not_split(run):
     assert strategy.name == "single"
 
 
+def test_a_wrong_model_is_refused_before_the_machine_is_measured(run, monkeypatch):
+    monkeypatch.delattr("app.planning.machine.this_machine")
+    with pytest.raises(ValueError, match="unknown model 'resnet19x'"):
+        run(model="resnet19x")
+
+
 def test_a_named_strategy_is_left_alone_and_a_missing_plan_says_what_to_do(tmp_path):
     named = StrategySettings("1f1b", ranks=2)
     assert decided(named, tmp_path, "cpu", plan_text(tmp_path)) == named.to_strategy("cpu") == Strategy("1f1b", 2, 2, 4)
@@ -254,6 +273,34 @@ def test_two_ranks(run, tmp_path):
     assert "4,000 tiles, 1,000 steps" in said[1]
     assert planned_speed(tmp_path, strategy.name) > 0
     assert planned_speed(tmp_path, "gpipe") is None
+
+
+@pytest.mark.usefixtures("v100s")
+def test_a_plan_of_bags_claims_no_speed(run, tmp_path):
+    """A step of bags has one more forward pass of each tile, which plans leave out."""
+    (said,), strategy = run(ranks=2, batch=4, bag=2, epoch_tiles=4000)
+    assert "images/s" not in said
+    assert planned_speed(tmp_path, strategy.name) is None
+
+
+@pytest.mark.parametrize("changed", [{}, {"freeze": ("layer1",)}, {"offload_state": "optimizer"}], ids=str)
+def test_whole_slides_are_refused_only_where_the_plan_counts_what_the_run_takes(changed):
+    """Plans count frozen layers as trained, and state on the host as on the device."""
+    asked = {"model": "resnet18", "tile": "slide", "parallel": "single", "batch": 1, "memory": "100MiB"}
+    config = with_values(RunConfig(DataSettings(Path("slides"))), asked | changed)
+    refused = contextlib.nullcontext() if changed else pytest.raises(RunError, match="--tile slide takes")
+    with refused:
+        check_largest(config, (512, 512), 2, False)
+
+
+def test_a_run_that_plans_nothing_leaves_no_plan_of_an_earlier_start(tmp_path):
+    """Its page showed that plan as the forecast of this run."""
+    (tmp_path / "plan.json").touch()
+    config = with_values(RunConfig(DataSettings(Path("slides"))), {"parallel": "single"})
+    tiles = SimpleNamespace(sides=None)
+    dataset = SimpleNamespace(classes=("a", "b"), task="classify", tiles=tiles, rows=lambda split: [0])
+    _plan(config, RunFolder(tmp_path), dataset)
+    assert not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.usefixtures("v100s")

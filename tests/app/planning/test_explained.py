@@ -162,7 +162,7 @@ def test_equal_layers_cost_what_the_planner_forecasts(plans, rows):
 )
 def test_the_command_that_is_printed_trains_as_planned(strategy):
     command = PlanCommand(model="smp:Unet(resnet18)", tile=256, batch=8, norm="group", memory="2GiB")
-    command = dataclasses.replace(command, optimizer="sgd", precision="tf32")
+    command = dataclasses.replace(command, optimizer="sgd", precision="tf32", host_memory="64GiB")
     words = shlex.split(train_line(command, strategy).replace("\\\n", " "))
     config = parse(RunConfig, words[3:], "app.train")
     assert config.validate() == []
@@ -175,3 +175,4 @@ def test_the_command_that_is_printed_trains_as_planned(strategy):
         *(policy.recompute, policy.offload),
         policy.stream,
     )
+    assert config.strategy.offload_host == ("64GiB" if policy.moves or policy.stream else None)

@@ -302,7 +302,7 @@ def test_a_rank_whose_slides_are_all_bad_ends_no_other(slides, checkpoint, tmp_p
 
 def test_the_first_rank_of_a_launcher_keeps_others_out_of_the_folder(slides, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(host, "PATIENCE_S", 0.3)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with host.lock_folder(tmp_path):
         assert "is in use by" in predict(slides, checkpoint, tmp_path, code=1).stderr

@@ -3,10 +3,12 @@
 import itertools
 import unicodedata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from app import predict as predict_module
 from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.prediction import share
 from app.prediction.command import PredictCommand
@@ -20,40 +22,17 @@ from tests.helpers.hand_made_checkpoint import CLASSIFIER, write_checkpoint
 CPU = torch.device("cpu")
 
 
-def without(key):
-    return lambda state: state.pop(key)
+def without_settings(state):
+    del state["settings"]
 
 
-def setting(key, value):
-    return lambda state: state["settings"].update({key: value})
-
-
-def replaced(key, value):
-    return lambda state: state.update({key: value})
+def of_another_model(state):
+    state["model"] = {}
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        (without("settings"), "no model"),
-        (without("classes"), "no classes"),
-        (without("model"), "no model"),
-        (without("step"), "no step"),
-        (without("task"), "no task"),
-        (replaced("settings", [1]), "settings"),
-        (replaced("classes", [1, 2]), "classes"),
-        (replaced("classes", []), "classes"),
-        (replaced("model", {}), "weights"),
-        (replaced("model", {"0.weight": 3}), "weights"),
-        (replaced("average", {"0.weight": torch.zeros(1, 2, 3, 4, 5)}), "weights"),
-        (setting("tile", "x"), "tile 'x'"),
-        (setting("tile", -4), "tile -4"),
-        (setting("tile", None), "tile None"),
-        (setting("mpp", "half"), "mpp 'half'"),
-        (setting("model", 7), "model 7"),
-        (lambda state: state["settings"].pop("norm"), "no norm"),
-        (lambda state: state["settings"].clear(), "no mpp"),
-    ],
+    [(without_settings, r"no checkpoint of app\.train \(KeyError: 'settings'\)"), (of_another_model, "has no weights")],
 )
 def test_odd_content_is_named(change, says, tmp_path):
     path = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=64, mpp=0.5)
@@ -94,8 +73,6 @@ def test_each_slide_has_its_split_and_patient(tmp_path):
         ("p2_new", new, ("external", "p2")),
     ):
         assert tuple(model.origin(name, state).values()) == origin
-    unknown = TrainedModel(write_checkpoint(tmp_path / "b.pt", CLASSIFIER, tile=96, mpp=0.5), CLASSIFIER, CPU)
-    assert unknown.origin("a", new) == {"split": "unknown", "patient": None}
 
 
 @pytest.mark.parametrize(
@@ -172,3 +149,40 @@ def test_all_ranks_make_the_links_of_all_groups(world, stages, monkeypatch):
     assert calls[0][0] == ("connect", needed)
     assert [name for name, _ in calls[0][1:]] == ["subgroup"] * (world // stages)
     assert all(own == calls[0] for own in calls)
+
+
+def advice_for_lack_of_memory(batch, **given):
+    command = PredictCommand(Path("slides"), Path("best.pt"), **given)
+    with pytest.raises(RunError) as error, share._device_faults(command, "a", batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "advice"),
+    [
+        ({}, 4, "; lower --batch (now 4) or compute in boxes (--stream 512) or keep the weights in host memory (--off"),
+        ({"stream": "512", "offload": "parameters"}, 1, "; split the model (--ranks 2 --stages 2), then start again"),
+        ({"stream": "512", "offload": "parameters", "ranks": 4}, 1, "; split the model (--stages 2), then start again"),
+    ],
+)
+def test_advice_for_lack_of_memory_can_be_typed(given, batch, advice):
+    """It named --stages 2 for one process, a batch of one image, and --stream 512 where it was given."""
+    assert advice in advice_for_lack_of_memory(batch, **given)
+
+
+@pytest.mark.parametrize(("world", "flags"), [(3, "--stages 2 on 2 ranks"), (4, "--stages 2")])
+def test_ranks_of_a_launcher_are_not_asked_for_by_a_flag(world, flags, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": world}.items():
+        monkeypatch.setenv(name, str(value))
+    assert f" or split the model ({flags}), then start again" in advice_for_lack_of_memory(1)
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, ValueError), (1, RunError)])
+def test_wrong_usage_that_only_a_rank_finds_is_wrong_usage(code, error, tmp_path, monkeypatch):
+    server = mock.MagicMock()
+    server.return_value.__enter__.return_value.launch.return_value = code
+    monkeypatch.setattr(predict_module, "RankServer", server)
+    command = PredictCommand(tmp_path, tmp_path / "best.pt", tmp_path / "out", ranks=2)
+    with pytest.raises(error, match=f"a rank ended with exit code {code}; its message stands above"):
+        predict_module.predict(command, [])

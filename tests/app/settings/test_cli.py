@@ -80,13 +80,6 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
     assert settings == Settings(Path("a"), Part(0.25, "adamw", 4), read_ahead="2GiB", compile=True)
 
 
-def test_settings_of_an_older_run_are_read(tmp_path):
-    """Rare ones once stood in a block of their own."""
-    file = tmp_path / "config.yaml"
-    file.write_text("slides: a\ndeveloper:\n  window: 3\n")
-    assert run(["--config", str(file)]) == (0, [Settings(Path("a"), Part(window=3))])
-
-
 def test_printed_config_reads_back_the_same(tmp_path, capsys):
     assert run(["--slides", "b", "--kind", "adamw", "--read-ahead", "", "--print-config"]) == (0, [])
     file = tmp_path / "run.yaml"

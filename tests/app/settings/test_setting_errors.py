@@ -78,7 +78,8 @@ FAULTS = [
     ("recompute=block recompute_runs=conv1:relu", "--recompute-runs goes with --recompute optimal"),
     ("recompute=optimal offload=overlap memory=1GiB", "use --recompute block"),
     (f"1f1b ranks=2 recompute=optimal schedule={__file__}", "planned for the schedule of --parallel; got --schedule"),
-    ("recompute=optimal recompute_runs=conv1:relu,layer1", "--recompute-runs takes pairs of layers"),
+    ("single recompute=optimal recompute_runs=conv1:relu,layer1", "--recompute-runs takes pairs of layers"),
+    ("ranks=2 recompute=optimal recompute_runs=conv1:relu", "leave --recompute-runs conv1:relu out, or name"),
     ("offload=overlap offload_ahead=some offload_host=-1GiB", "--offload-ahead takes a size", "--offload-host takes"),
     ("offload_ahead=1MiB offload_host=1GiB", "--offload-ahead is about --offload overlap", "--offload-host is about"),
     (

@@ -48,6 +48,16 @@ def test_the_only_process_of_a_launcher_starts_ranks_itself(launcher, monkeypatc
     assert (find_launch(), StrategySettings(ranks=4).world) == (None, 4)
 
 
+def test_ranks_of_pods_need_their_place_on_the_host(monkeypatch):
+    """Each pod once took all ranks for ranks of its host, and divided its cores and memory among them."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE \(got None\).* set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"):
+        find_launch()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert find_launch().local_world == 1
+
+
 def test_a_slurm_batch_script_is_no_launcher(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")

@@ -100,7 +100,7 @@ def train_on_threads(config, dataset):
             summary.failed(str(fault), 0)
             raise
         finally:
-            opened = session.pool.open_ids
+            opened = tuple(session.pool._handles)
             session.close()
         if communicator.rank == 0:  # what finished() would write; its sums over ranks are not what is tested
             summary._write(loop.outcome.status, [[0], [0], [0], *([size] for size in summary._peaks(0)[3:]), []], None)

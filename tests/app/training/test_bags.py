@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from app.launch.place import RankPlacement
 from app.settings.optimization import ModelSettings, OptimizerSettings
 from app.settings.run import DataSettings, RunConfig, StreamSettings
 from app.training.dataset import class_counts
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_run_model
+from app.training.session import Session
 from app.training.steps import BagSteps
 from models.heads import BagGradient, BagLoss, bag_logits, put_bag_head
 from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
@@ -226,6 +228,16 @@ def test_a_model_that_does_not_end_in_a_linear_layer_is_refused():
         put_bag_head(nn.Sequential(nn.Conv2d(3, 2, 1)), "mine", 2)
 
 
+def test_a_model_whose_state_two_forward_passes_would_update_twice_is_refused(tmp_path):
+    """One rank updated it twice in each step, without an error."""
+    net, stream = ModelSettings("tests.helpers.updating_nets:averaging"), StreamSettings(bag=4)
+    config = RunConfig(DataSettings(tmp_path), net=net, stream=stream)
+    dataset = SimpleNamespace(slide_labels={"a": 0}, classes=("x", "y", "z"), tiles=SimpleNamespace(largest=(PX, PX)))
+    place = RankPlacement(LocalCommunicator(), CPU)
+    with pytest.raises(ValueError, match=r"forward pass updates 2\.ema: --bag makes two forward passes"):
+        Session(config, Strategy("single", 1, 1, M), dataset, place, None, None)
+
+
 def test_weights_with_and_without_attention_scores_are_loaded(tmp_path):
     """The head of ConvNeXt has a norm beside the classifier: a file without scores was refused as another model's."""
     name, path = "timm:convnext_atto", tmp_path / "weights.pt"
@@ -244,6 +256,9 @@ def test_weights_with_and_without_attention_scores_are_loaded(tmp_path):
     again = built(5)
     assert again.keys() == in_bags.keys()
     assert all(torch.equal(again[key], in_bags[key]) for key in in_bags)
+    without = built(0)
+    assert without.keys() == plain.keys()
+    assert all(torch.equal(without[key], in_bags[key]) for key in plain if not key.startswith("head.fc."))
 
 
 def test_classes_of_bags_are_counted_by_slide():

@@ -121,6 +121,13 @@ def test_a_run_is_not_shortened_in_another_unit(run, command, train):
     assert "longer, not shorter: it has 4 steps, asked are 3" in train(*shorter, code=1).stderr
 
 
+def test_other_names_of_the_classes_are_refused(run, command, train, classify_slides, tmp_path):
+    labels = tmp_path / "renamed.csv"
+    labels.write_text((classify_slides / "labels.csv").read_text().replace("crowded", "close"))
+    told = train(*command, "--labels", labels, "--resume", "--out", run, code=1).stderr
+    assert "last.pt has classes crowded, sparse; now there are close, sparse: restore the labels" in told
+
+
 def test_outputs_that_are_not_finite_end_a_run_before_it_is_saved(classify_slides, train, tmp_path, monkeypatch):
     def diverges(loop, batch, step):
         result = compute(loop, batch, step)

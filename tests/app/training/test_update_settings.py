@@ -8,13 +8,16 @@ import math
 import types
 
 import pytest
+import timm
 import torch
 from timm.optim import param_groups_weight_decay
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from app.settings.optimization import OptimizerSettings
+from app.settings.optimization import ModelSettings, OptimizerSettings
+from app.settings.run import DataSettings, RunConfig
 from app.training.engines import build_engine, build_optimizer
+from app.training.model import build_run_model
 from app.training.session import Session
 from models.layer_depth import freeze, layer_decay_scales
 from models.losses import PixelClassLoss
@@ -53,6 +56,15 @@ def microbatch(step, i):
 
 def rate(step):
     return LR / (step + 1)
+
+
+def test_frozen_parts_without_weights_are_named(tmp_path):
+    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "encoder.pt")
+    net = ModelSettings("unet:test_resnet", weights=str(tmp_path / "encoder.pt"))
+    for name, end in (("trunk", "; frozen at random, as no weights were loaded there: decoder, full"), ("encoder", "")):
+        config = RunConfig(DataSettings(tmp_path), net=net, optimization=OptimizerSettings(freeze=(name,)))
+        (note,) = (n for n in build_run_model(config, 2, (1, 3, 64, 64))[1].notes if n.startswith("--freeze"))
+        assert note.endswith(" numbers are trained" + (f"{end}; use --freeze encoder" if end else ""))
 
 
 def test_the_rate_rises_linearly_and_falls_as_a_cosine():

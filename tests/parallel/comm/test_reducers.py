@@ -147,10 +147,14 @@ def test_a_gradient_that_one_rank_has_is_everybodys_and_one_that_nobody_has_stay
         assert run_on_threads(2, step, sliced, timeout_s=30) == [[True, False]] * 2
 
 
-@pytest.mark.parametrize("kind", [GradReducer, ShardedReducer])
+@pytest.mark.parametrize(
+    ("kind", "use"), [(GradReducer, "--gradient-buckets=0"), (ShardedReducer, "--zero 1 and --gradient-buckets=0")]
+)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_gradient_that_comes_after_the_sum_of_its_bucket_has_begun_is_refused(reentrant: bool, kind: Any) -> None:
-    """It was left out of the sum, or added while that was under way."""
+def test_a_gradient_that_comes_after_the_sum_of_its_bucket_has_begun_is_refused(
+    reentrant: bool, kind: Any, use: str
+) -> None:
+    """It was left out of the sum, or added while that was under way. ``--zero 2`` takes no --gradient-buckets=0."""
 
     def step(communicator: Communicator, _: Any) -> None:
         layer = nn.Linear(3, 3)
@@ -164,7 +168,7 @@ def test_a_gradient_that_comes_after_the_sum_of_its_bucket_has_begun_is_refused(
         sums.begin()
         sums.finish()
 
-    refused = pytest.raises(ValueError, match=r"shape \(3.*use_reentrant=False, or use --gradient-buckets=0")
+    refused = pytest.raises(ValueError, match=rf"shape \(3.*use_reentrant=False, or use {use}")
     with refused if reentrant else contextlib.nullcontext():
         run_on_threads(2, step, timeout_s=30)
 

@@ -21,7 +21,7 @@ from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.passes import add_recompute
 from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.stage.batchnorm import running_statistics
-from parallel.stage.stage import Compute, Stage
+from parallel.stage.stage import Stage
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced, trace
 from tests.helpers.lanes import long_where
@@ -151,7 +151,7 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         module = cut_stage(traced, partition, number, segments_of(partition, number, rule)).train()
         statistics = running_statistics(module, LocalCommunicator(), "per-microbatch")
         saved_tensors = SavedTensors(rule, CPU)
-        stage = Stage(module, Compute(CPU), statistics=statistics, saved_tensors=saved_tensors)
+        stage = Stage(module, CPU, statistics=statistics, saved_tensors=saved_tensors)
         statistics.begin_step(1)
         given = {key: values[key].detach().clone().requires_grad_(values[key].requires_grad) for key in module.inputs}
         watch = LiveBytes()

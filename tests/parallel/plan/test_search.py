@@ -239,6 +239,30 @@ def test_what_fits_the_device_and_not_the_host_says_so() -> None:
     assert "--host-memory of app.plan, --offload-host of app.train" in said
 
 
+def test_stages_that_are_asked_for_leave_out_spatial() -> None:
+    """It was refused because no team could divide such tiles."""
+    rows = list(planner().search(("1f1b", "spatial"), ranks=4, depth=2))
+    assert {row.strategy.name for row in rows} == {"1f1b"}
+
+
+@pytest.mark.parametrize(("stream", "speed"), [(None, 10.0), (64, 0.0)])
+def test_only_a_best_without_boxes_rules_out_slower_pipelines_of_teams(
+    stream: int | None, speed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row without boxes is preferred to one with them that is hardly faster."""
+    speeds: list[float] = []
+
+    def promising(_: Planner, tried: object, savings: object, speed: float, margin: float) -> list[PlanRow]:
+        speeds.append(speed)
+        return []
+
+    monkeypatch.setattr(Planner, "_teams", lambda *_: [Strategy("1f1b", 4, 2, 8, grid=TWO)])
+    monkeypatch.setattr(Planner, "_promising", promising)
+    best = PlanRow(Strategy("ddp", 4, 1, 8).under(stream=stream), images_per_second=10.0)
+    assert list(planner()._of_teams(["1f1b"], 4, None, None, MemoryOptions(), best)) == []
+    assert speeds == [speed]
+
+
 @pytest.mark.long
 def test_no_row_is_left_out_that_would_have_been_the_best_of_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     def best(name: str) -> float:

@@ -182,6 +182,7 @@ LARGEST = "takes the largest of the whole image, which boxes do not add up: use 
         (doubled, "has a forward of its own on the instance"),
         (lambda: nn.utils.spectral_norm(SQUARE()), "has hooks, which would run for each box"),
         (lambda: nn.Dropout(0.5), "draws a number for each px"),
+        (lambda: nn.InstanceNorm2d(4, track_running_stats=True), "keeps running statistics of each tile: set track_r"),
         (lambda: Call(lambda x: x.flatten(2).softmax(-1)), "makes other dims of rows and columns"),
         (lambda: Call(lambda x: F.conv2d(x, x[:, :, :3, :3])), "takes several maps where boxes know one"),
         (lambda: nn.Softmax(), "is given no dim"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from models.blocks import FrozenBatchNorm2d
 from parallel.comm.communicator import Communicator, sum_bytes
 from parallel.comm.objects import broadcast_object
 from parallel.comm.thread_comm import run_on_threads
@@ -22,7 +24,7 @@ from parallel.schedule.registry import build_schedule
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
-from parallel.team.samplewise import samplewise_fault
+from parallel.team.samplewise import normalise, samplewise_fault
 from parallel.trace.trace import trace
 from tests.helpers.branched_nets import BRANCHED_NETS, Inception, Module, of_tiles, steps_for, unit
 from tests.helpers.engine_runs import LR, assert_equal, build, on_gpus, on_threads, plain_of, run, train
@@ -164,6 +166,25 @@ def reordered() -> nn.Module:
 def test_arguments_by_name(change: Callable[[torch.Tensor], torch.Tensor], known: bool) -> None:
     graph = trace(Made(lambda m, x: change(m.net(x)), net=nn.Linear(4, 4)), (2, 3, 4)).training
     assert any(samplewise_fault(graph, node) for node in graph.graph.nodes) is not known
+
+
+def test_frozen_norms_treat_each_sample_alone() -> None:
+    graph = trace(nn.Sequential(FrozenBatchNorm2d(3)), (2, 3, 4, 4)).training
+    assert not any(samplewise_fault(graph, node) for node in graph.graph.nodes)
+
+
+def test_a_norm_takes_the_gradient_of_one_sample_whatever_its_strides() -> None:
+    """Transposed, it has a stride of 4 between samples, and torch takes it for one of another layout."""
+    x = torch.randn(1, 4, 6, 5, dtype=torch.float64, requires_grad=True)
+    factor, norm = torch.randn(1, 30, 4, dtype=torch.float64), nn.BatchNorm2d(4, dtype=torch.float64)
+    plain = (x - x.mean((2, 3), keepdim=True)) * (x.var((2, 3), correction=0, keepdim=True) + norm.eps).rsqrt()
+    alone: Any = SimpleNamespace(all_gather=lambda mine: [mine], all_reduce_async=lambda sums: lambda: [sums])
+    context: Any = SimpleNamespace(rows=(range(1),), samples=1)
+    found, expected = (
+        torch.autograd.grad((y.flatten(2).permute(0, 2, 1) * factor).sum(), x)[0]
+        for y in (normalise(alone, norm, x, context), plain)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def unbranched() -> nn.Module:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.blocks import FrozenBatchNorm2d
+from parallel.cost.cluster import device_named
+from parallel.cost.roofline import cost_on
 from parallel.trace.trace import run_again, trace
 from tests.helpers.small_nets import Made
 from tests.parallel.engine.test_inference import AuxiliaryInTraining
@@ -105,6 +108,23 @@ class Attending(nn.Module):
 def test_attention_with_nothing_to_drop_draws_no_numbers(dropout_p):
     layers = trace(Attending(dropout_p), (2, 3, 8, 8)).graph.layers
     assert any(layer.random for layer in layers) == (dropout_p > 0)
+
+
+def test_attention_costs_its_two_products() -> None:
+    graph, device = trace(Attending(0.0), (2, 3, 512, 32)).graph, device_named("v100-16gb")
+    flops = 2 * 2 * (2 * 3) * 512 * 512 * 32
+    assert sum(layer.flops for layer in graph.layers) == flops
+    assert max(layer.forward_s for layer in cost_on(graph, device).layers) > flops / device.flops["float32"]
+
+
+class OwnNorm(FrozenBatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_norm_may_draw_numbers_in_a_forward_of_its_own_alone() -> None:
+    layers = trace(nn.Sequential(FrozenBatchNorm2d(3), OwnNorm(3)), (2, 3, 8, 8)).graph.by_name
+    assert [layers[name].random for name in ("_0", "_1")] == [False, True]
 
 
 class WithoutAutograd(nn.Module):

@@ -154,6 +154,17 @@ def test_strips_are_decoded_as_tiles_are(tmp_path, compression, rows):
             read_all(path)
 
 
+def test_strips_of_ycbcr_under_an_rgb_tag_are_read(tmp_path):
+    path, other = tmp_path / "a.tif", tmp_path / "b.tif"
+    tifffile.imwrite(path, PIXELS, photometric="rgb", compression="jpeg", rowsperstrip=16, metadata=None)
+    data = path.read_bytes()
+    with tifffile.TiffFile(path) as tiff:
+        tag = tiff.pages[0].tags["PhotometricInterpretation"]
+    assert tag.value == 6
+    other.write_bytes(data[: tag.valueoffset] + (2).to_bytes(2, "little") + data[tag.valueoffset + 2 :])
+    np.testing.assert_array_equal(read_all(other), read_all(path))
+
+
 def test_a_last_strip_that_is_filled_up(tmp_path):
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, np.concatenate([PIXELS, PIXELS[:8]]), photometric="rgb", rowsperstrip=16, metadata=None)

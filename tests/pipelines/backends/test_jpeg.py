@@ -1,4 +1,4 @@
-"""JPEG streams as slides hold them: colours by the TIFF's word, damage heard, headers resized."""
+"""JPEG streams as slides hold them: colours as the caller says, damage heard, headers resized."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def decoded(decoder, data, side=240):
 
 
 @pytest.mark.parametrize("marker", [b"", JFIF, ADOBE_YCBCR, JFIF + ADOBE_YCBCR], ids=["none", "JFIF", "Adobe", "both"])
-def test_the_tiff_rules_over_colour_markers(aperio, marker):
+def test_the_argument_rules_over_colour_markers(aperio, marker):
     tables, tile, pixels = aperio
     for tables_marker, tile_marker in ((b"", marker), (marker, b"")):
         decoder = JpegTiles(tables[:2] + tables_marker + tables[2:], ycbcr=False)

@@ -6,32 +6,23 @@ import pytest
 import tifffile
 
 from pipelines.backends.registry import open_slide
-from pipelines.backends.tiff_writer import (
-    DEFLATE_MASK,
-    JPEG,
-    TILE,
-    PyramidWriter,
-    TiffWriter,
-    encode_jpeg,
-    encode_mask,
-    halved,
-)
+from pipelines.backends.tiff_writer import JPEG, TILE, PyramidWriter, halved
 from pipelines.slides.geometry import Region, Size
 
-LEVELS = [Size(700, 530), Size(350, 265)]
+SIZE = Size(700, 530)
 
 
-def drawn(seed):
-    coarse = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
-    return coarse.repeat(TILE // 8, 0).repeat(TILE // 8, 1)
+def drawn(size):
+    """Picture of ``size``, uint8 (height, width, 3), in squares of 32 px."""
+    coarse = np.random.default_rng(0).integers(0, 256, (-(-size.height // 32), -(-size.width // 32), 3), np.uint8)
+    return coarse.repeat(32, 0).repeat(32, 1)[: size.height, : size.width]
 
 
 def test_three_readers_see_the_same_pyramid(tmp_path):
-    path = tmp_path / "s.tif"
-    with TiffWriter(path, LEVELS, JPEG, 0.25, "Tumör, a test") as writer:
-        for level in (1, 0):  # any order
-            for row, column in np.ndindex(-(-LEVELS[level].height // TILE), -(-LEVELS[level].width // TILE)):
-                writer.write_tile(level, column, row, encode_jpeg(drawn(100 * level + 10 * row + column)))
+    path, picture = tmp_path / "s.tif", drawn(SIZE)
+    with PyramidWriter(path, SIZE, 0.25, "Tumör, a test", JPEG, longest=350) as writer:
+        for top in range(0, SIZE.height, 97):
+            writer.add(picture[top : top + 97])
     with tifffile.TiffFile(path) as pages:
         arrays = [page.asarray() for page in pages.pages]
         assert pages.pages[0].description == "Tumör, a test"
@@ -44,14 +35,14 @@ def test_three_readers_see_the_same_pyramid(tmp_path):
     with open_slide(path) as ours:
         assert ours.mpp == pytest.approx(0.25)
         np.testing.assert_array_equal(ours.read(Region(0, 0, 700, 530, 0.25)), arrays[0])
-    assert np.abs(arrays[0][:TILE, :TILE].astype(int) - drawn(0)).mean() < 6
+    assert np.abs(arrays[0].astype(int) - picture).mean() < 6
 
 
 def test_a_mask_is_read_as_it_was_written(tmp_path):
-    blank, full = np.zeros((TILE, TILE), np.uint8), np.ones((TILE, TILE), np.uint8)
-    with TiffWriter(tmp_path / "m.tif", [Size(64 * TILE, TILE)], DEFLATE_MASK, 1.0, "") as writer:
-        for column in range(64):
-            writer.write_tile(0, column, 0, encode_mask(full if column == 7 else blank))
+    rows = np.zeros((TILE, 64 * TILE), np.uint8)
+    rows[:, 7 * TILE : 8 * TILE] = 1
+    with PyramidWriter(tmp_path / "m.tif", Size(64 * TILE, TILE), 1.0, "", longest=64 * TILE) as writer:
+        writer.add(rows)
     mask = tifffile.imread(tmp_path / "m.tif")
     assert mask.sum() == TILE * TILE
     assert mask[:, 7 * TILE : 8 * TILE].all()
@@ -59,9 +50,9 @@ def test_a_mask_is_read_as_it_was_written(tmp_path):
 
 def test_nothing_is_left_of_a_file_that_fails(tmp_path):
     path = tmp_path / "s.tif"
-    with pytest.raises(RuntimeError, match="drawing failed"), TiffWriter(path, LEVELS, JPEG, 1.0, ""):
+    with pytest.raises(RuntimeError, match="drawing failed"), PyramidWriter(path, SIZE, 1.0, "", JPEG):
         raise RuntimeError("drawing failed")
-    with pytest.raises(AssertionError, match="never written"), TiffWriter(path, LEVELS, JPEG, 1.0, ""):
+    with pytest.raises(AssertionError, match="never written"), PyramidWriter(path, SIZE, 1.0, "", JPEG):
         pass
     with pytest.raises(ValueError, match="9 px wide; got 8"), PyramidWriter(path, Size(9, 9), 1.0, "") as writer:
         writer.add(np.zeros((9, 8), np.uint8))
@@ -71,8 +62,8 @@ def test_nothing_is_left_of_a_file_that_fails(tmp_path):
 def test_the_name_appears_only_when_the_file_is_whole(tmp_path):
     path = tmp_path / "s.tif"
     path.write_bytes(b"an older file")
-    with TiffWriter(path, [Size(10, 10)], JPEG, 1.0, "") as writer:
-        writer.write_tile(0, 0, 0, encode_jpeg(drawn(0)))
+    with PyramidWriter(path, Size(10, 10), 1.0, "", JPEG) as writer:
+        writer.add(drawn(Size(10, 10)))
         assert path.read_bytes() == b"an older file"
     assert [entry.name for entry in tmp_path.iterdir()] == ["s.tif"]
     assert tifffile.imread(path).shape == (10, 10, 3)

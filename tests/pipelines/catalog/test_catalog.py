@@ -64,18 +64,21 @@ def test_damaged_dicom_files_of_one_name_cost_no_other_slide(tmp_path):
         ),
         (
             "a.svs a_mask.tif a-mask.png a_mask.ome.tif a_mask.zarr/0.png a.geojson labels.csv .hidden.svs ._a.svs"
-            " .cache/b.svs annotations/c.png x/Masks/d.png run/tissue/e.png f.mrxs f/Data0000.dat f/thumbnail.png"
-            " g.zarr/0/0.png .h.zarr/0.png",
+            " .cache/b.svs annotations/c.png x/Masks/d.png run/tissue/e.png run/run.log"
+            " f.mrxs f/Data0000.dat f/thumbnail.png g.zarr/0/0.png .h.zarr/0.png",
             "a f g",
         ),
         (
             "a.tif pred/predict.json pred/overlays/a.png pred/heat_maps/a.Tumor.tif pred/masks/a.png predict.json"
-            " data/b.svs overlays/a.png heat_maps/a.b.tif masks/a.png run/tissue/a.png project.qpproj q/P.QPPROJ"
-            " data/1/thumbnail.jpg data/2/thumbnail.jpg q/data/1/thumbnail.jpg other/overlays/c.png other/data/1/d.png",
+            " data/b.svs overlays/a.png heat_maps/a.b.tif masks/a.png run/tissue/a.png run/tiles.part-1-of-2.parquet"
+            " project.qpproj q/P.QPPROJ data/1/thumbnail.jpg data/2/thumbnail.jpg q/data/1/thumbnail.jpg"
+            " other/overlays/c.png other/data/1/d.png",
             "a b c d",
         ),
+        # A class of this name was once left out without a word.
+        ("tissue/a.png stroma/b.png", "a b"),
     ],
-    ids=["every known name", "what is no slide", "outputs and QuPath projects"],
+    ids=["every known name", "what is no slide", "outputs and QuPath projects", "a class named tissue"],
 )
 def test_which_names_are_slides(tmp_path, names, found):
     touch(tmp_path, *names.split())

@@ -15,6 +15,7 @@ import pipelines.labels.annotation_files
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.labels.annotation_files import AnnotationCache
 from pipelines.labels.annotations import read_annotations
+from pipelines.labels.class_names import ClassMap
 from pipelines.labels.slide_labels import find_labels
 from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import SlideError
@@ -143,6 +144,29 @@ def test_names_of_values_do_not_depend_on_which_masks_there_are(values, known, c
     specs = [SlideSpec("a", Path("a.svs"))]
     found = read_annotations(pipelines.labels.annotation_files.annotations_in(tmp_path, specs), specs, {}, known=known)
     assert found.classes == ("background", *classes)
+
+
+@pytest.mark.parametrize(
+    ("values", "entry", "ids"), [((0, 1, 2), "class_2=ignore", {1: 1, 2: 255}), ((0, 255), "*=tumor", {255: 1})]
+)
+def test_masks_mean_the_same_to_a_model_as_in_its_training(values, entry, ids, tmp_path):
+    """An evaluation refused the first, and ignored the class of the second."""
+    cv2.imwrite(str(tmp_path / "a.png"), np.array([values], np.uint8))
+    specs, class_map = [SlideSpec("a", Path("a.svs"))], ClassMap.parse((entry,))
+    files = pipelines.labels.annotation_files.annotations_in(tmp_path, specs)
+    trained = read_annotations(files, specs, {}, class_map=class_map)
+    scored = read_annotations(files, specs, {}, class_map=class_map, known=trained.classes[1:])
+    assert trained.mask_ids == scored.mask_ids == ids
+
+
+def test_a_class_that_is_1_in_one_mask_and_255_in_another(tmp_path):
+    """255 was ignored, so that the class of some slides was lost without a word."""
+    write_png(tmp_path / "a.png", [[0, 1]])
+    write_png(tmp_path / "b.png", [[0, 255]])
+    with pytest.raises(ValueError, match=r"b\.png has 255 and no 1, .*a\.png has 1 and no 255.*`1 foreground` into"):
+        annotations_in(tmp_path, "a", "b")
+    (tmp_path / "classes.txt").write_text("1 foreground\n")
+    assert annotations_in(tmp_path, "a", "b").mask_ids == {1: 1}
 
 
 def test_the_shipped_nuclei(caplog):

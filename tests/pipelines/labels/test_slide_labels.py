@@ -218,6 +218,13 @@ def test_classes_by_folder(tmp_path, names, label, splits):
     assert split_folders(tmp_path, specs) == splits
 
 
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_folders_that_are_taken_for_no_class_are_named(tmp_path, caplog, split):
+    specs = slides(tmp_path, *(f"{split}{name}.png" for name in ("x/a", "y/b", "masks/c", "Annotations/d")))
+    assert find_labels(tmp_path, specs).classes == ("x", "y")
+    assert "hold annotations: 2 folders: Annotations, masks" in caplog.text
+
+
 @pytest.mark.parametrize("inner", ["", "x/"])
 def test_splits_without_classes_say_what_to_do(tmp_path, inner):
     specs = slides(tmp_path, *(f"{split}/{inner}{split}{k}.png" for split in ("train", "valid") for k in range(2)))
