@@ -121,7 +121,7 @@ def find_launch() -> Launch | None:
     """Return how this process was launched; None when it was launched alone by anything but ``--ranks``.
 
     Raises:
-        ValueError: variables of Slurm that cannot be read, or no LOCAL_RANK or LOCAL_WORLD_SIZE beside RANK.
+        ValueError: variables of Slurm that cannot be read, or RANK without LOCAL_RANK and LOCAL_WORLD_SIZE.
     """
     for names in (TORCHRUN, *MPI):
         rank, world, local_rank, local_world = (os.environ.get(name) for name in names)

@@ -118,7 +118,7 @@ class Windows:
 
     @functools.cached_property
     def _kept(self) -> Matrix:
-        """As ``_rows`` gives."""
+        """(P, columns), as of ``_rows``: bytes that each window keeps."""
         return self._rows(r for storage in self._storages for r in _kept(storage, len(self.graph.layers)))
 
     def _peak(self, more: Matrix) -> Matrix:
