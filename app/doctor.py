@@ -1,7 +1,7 @@
 """Check machine, run folder and slides before training: ``python -m app.doctor [--slides DIR]``.
 
-Looks at versions, devices, memory, slide backends, launchers and the run folder; with ``--slides`` at every slide.
-Each is really used, not only listed. Exit code 1 when something that training needs is faulty.
+Looks at versions, slide libraries, devices, memory, launchers and the run folder; with ``--slides`` at every slide.
+Slide libraries are imported, the rest is really used. Exit code 1 when something that training needs is faulty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from app.checks.slides import SlideCheck, check_backends, check_slides
+from app.checks.slides import SlideCheck, check_libraries, check_slides
 from app.launch.host import memory_bytes, usable_cores
 from app.settings.cli import FAILED, OK, Finding, print_table, run_command
 from app.settings.run import OpeningSettings, slides_in
@@ -187,10 +187,9 @@ def doctor(command: DoctorCommand) -> int:
     with _busy("looking at the machine"):
         environment = describe_environment()
         groups = {
-            "Versions": list(check_versions(environment)),
+            "Versions": [*check_versions(environment), *check_libraries()],
             "Devices": list(check_devices(environment)),
             "Memory and limits": list(check_memory()),
-            "Slide backends": check_backends(),
             "Launchers": list(check_launchers(environment)),
             "Run folder": list(check_run_folder(command.out)),
         }

@@ -172,6 +172,12 @@ def _from_timm(name: str, side: int | None, features: bool) -> Weights:
     return Weights(model.state_dict(), f"timm {name}", _normalisation(model.pretrained_cfg))
 
 
+def timm_normalisation(model: nn.Module) -> tuple[Sequence[float], Sequence[float]] | None:
+    """Return mean and standard deviation that timm records for ``model`` or its encoder; None: neither is of timm."""
+    settings = next(filter(None, (getattr(part, "pretrained_cfg", None) for part in model.modules())), None)
+    return _normalisation(settings) if settings else None
+
+
 def _from_torchvision(name: str, side: int | None, _: bool) -> Weights:
     from torchvision import models
     from torchvision.models.vision_transformer import interpolate_embeddings
@@ -201,6 +207,6 @@ def _from_smp(name: str, side: int | None, _: bool) -> Weights:
 def _normalisation(settings: Mapping[str, Any]) -> tuple[Sequence[float], Sequence[float]]:
     """Return mean and standard deviation from the settings of timm or smp."""
     if settings.get("input_space", "RGB") != "RGB":
-        raise ValueError(f"they expect {settings['input_space']} images, and tiles are RGB")
+        raise ValueError(f"the weights expect {settings['input_space']} images, and tiles are RGB")
     scale = max(settings.get("input_range") or (1,))
     return tuple(v / scale for v in settings["mean"]), tuple(v / scale for v in settings["std"])

@@ -44,12 +44,13 @@ class Weights:
     Attributes:
         tensors: state dict, with the names of the model's parameters or of those of a part of it.
         source: file or library, for messages.
-        normalisation: mean and standard deviation, of R, G and B from 0 to 1, of the images they were trained on.
+        normalisation: mean and standard deviation, of R, G and B from 0 to 1, of the images they were trained on; None:
+            a file that does not say.
     """
 
     tensors: Mapping[str, Tensor]
     source: str
-    normalisation: tuple[Sequence[float], Sequence[float]] = IMAGENET
+    normalisation: tuple[Sequence[float], Sequence[float]] | None
 
 
 def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
@@ -157,7 +158,7 @@ def read_weights(path: Path) -> Weights:
         ) from fault
     saved: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
     averages = saved.get("average")
-    mean, std = saved.get("normalisation", IMAGENET)
+    normalisation = saved.get("normalisation")
     for wrapper in WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
@@ -168,7 +169,7 @@ def read_weights(path: Path) -> Weights:
         raise ValueError(f"--weights {path}: {what}; expected a state dict, bare or under {' or '.join(WRAPPERS)}")
     if isinstance(averages, Mapping) and averages.keys() <= tensors.keys():  # a checkpoint of ours
         tensors.update(averages)
-    return Weights(tensors, str(path), (tuple(mean), tuple(std)))
+    return Weights(tensors, str(path), normalisation and (tuple(normalisation[0]), tuple(normalisation[1])))
 
 
 def _leading_words(keys: Iterable[str]) -> list[str]:

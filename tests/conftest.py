@@ -6,6 +6,8 @@ finds becomes an `@example` of its test.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import itertools
 import os
@@ -123,3 +125,13 @@ def _denormals() -> Generator[None]:
     import torch  # here: the process that deals tests out to the workers needs none, and they begin 2 s sooner
 
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks answer ``flock`` as some network file systems do."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)

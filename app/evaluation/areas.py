@@ -172,7 +172,8 @@ class AreaScores:
         specs = [SlideSpec(slide_id, _slide_of(slide_id, canvas)) for slide_id, canvas in records.items()]
         files = annotations_in(annotations, specs)
         truth = read_annotations(files, specs, {}, class_map=class_map, known=shown)
-        annotated = truth.classes[1:]
+        seen = set().union(*truth.visible.values())  # classes.txt may name classes that no mask has
+        annotated = [name for name in truth.classes[1:] if name in seen]
         self.classes = classes = [name for name in shown if name in annotated or not annotated]
         if not classes:
             raise ValueError(

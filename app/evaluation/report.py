@@ -31,7 +31,7 @@ from app.evaluation.classification import (
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
 from parallel.units import number_text
-from pipelines.catalog.table import counted, listed, read_table
+from pipelines.catalog.table import counted, listed, original, read_table
 from pipelines.labels.class_names import ClassMap, patient_note, positive_class
 
 MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
@@ -45,7 +45,7 @@ class Evaluation:
         patient: of the predicted slides whose patient is known.
         labelled: slides with their labels; None where no labels were given.
         estimates: by "slide" or, where patients are known, "patient", and measure.
-        notes: patients that take no part.
+        notes: patients that take no part, and whether AUPRC is of a positive class.
         dice, iou: by class, mean over the slides that have it; of no value where none has.
 
     Raises:
@@ -74,9 +74,16 @@ class Evaluation:
         self.labelled: LabelledPredictions | None = None
         self.estimates: dict[tuple[str, str], Estimate] = {}
         self.notes: list[str] = []
+        patients_alone: list[str] = []
         if table is not None and "label" in table.roles:
-            self.labelled = labelled_slides(self.split.rows, classes, table, self.patient, positive, class_map)
-            self.estimates, self.notes = _estimates(self.labelled, classes, self.patient)
+            names = {class_map.learned(original(row["label"])) for row in table.rows}
+            # app.train takes such a table for its patients, too: annotations name the classes.
+            if annotations is not None and self.made_with["task"] == "segment" and names.isdisjoint(classes):
+                what = f"no label is a class of the model ({', '.join(classes)})"
+                patients_alone = [f"labels {labels}: {what}; only its patients are used"]
+            else:
+                self.labelled = labelled_slides(self.split.rows, classes, table, self.patient, positive, class_map)
+                self.estimates, self.notes = _estimates(self.labelled, classes, self.patient)
         if annotations is not None and not shown:
             raise ValueError(
                 f"--annotations {annotations}: {folder.path} holds scores of whole slides and no areas: leave them out"
@@ -87,6 +94,7 @@ class Evaluation:
         if annotations is not None:
             ids = [row["slide"] for row in self.split.rows]
             self.areas = AreaScores(folder, ids, shown, annotations, class_map)
+            self.areas.left_out += patients_alone
             self.dice, self.iou = (
                 _of_classes(self.areas, values, self.patient) for values in (self.areas.dice, self.areas.iou)
             )
@@ -185,12 +193,17 @@ class Evaluation:
 def _estimates(
     labelled: LabelledPredictions, classes: Sequence[str], patient: Mapping[str, str]
 ) -> tuple[dict[tuple[str, str], Estimate], list[str]]:
-    """Estimates of slides and of patients, the latter where any is known, and a line about patients left out."""
+    """Estimates of slides and of patients, the latter where any is known, and lines about patients left out and about
+    AUPRC without a positive class."""
     units = {"slide": labelled.cases}
     notes: list[str] = []
+    of_both = labelled.cases.positive is None and len(classes) == 2
+    if of_both:
+        named = " or ".join(f"--positive-class {name}" for name in classes)
+        notes.append(f"AUPRC is the mean of both classes: give {named} for that of one")
     if any(slide in patient for slide in labelled.slides):
         names = np.unique([patient.get(slide, slide) for slide in labelled.slides])
-        if labelled.cases.positive is None and len(classes) == 2 and len(names) < len(labelled.slides):
+        if of_both and len(names) < len(labelled.slides):
             raise ValueError(
                 "a patient has the positive class where one slide has it, and their names do not tell which that is: "
                 f"give --positive-class {classes[0]} or --positive-class {classes[1]}"
@@ -198,7 +211,7 @@ def _estimates(
         units["patient"], mixed = by_patient(labelled.cases)
         if len(mixed):
             what = f"{counted(len(mixed), 'patient')} with slides of several classes, without a score"
-            notes = [f"{what}: {listed(names[mixed].tolist())}"]
+            notes.append(f"{what}: {listed(names[mixed].tolist())}")
     estimates = {
         (unit, name): with_interval(cases, measure)
         for unit, cases in units.items()

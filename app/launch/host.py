@@ -8,7 +8,6 @@ at a time; the kernel's lock on a file in it ends with the process.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import getpass
 import json
@@ -31,6 +30,7 @@ import psutil
 from app.settings.cli import RunError
 from app.settings.launcher import find_launcher
 from parallel.comm.launch import PRIVATE_STORE, STARTED_BY_US
+from pipelines.slides.whole_files import lock
 
 TIMER = """
 import os, select, signal, sys
@@ -55,8 +55,6 @@ PATIENCE_S = 5.0
 """How long a lock is waited for: a process that was killed lets go once its memory is given back."""
 RESTART_PATIENCE_S = 60.0
 """The same, where the holder was started by what started this process: that ends it before it starts another."""
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What a file system without locks answers."""
 _held: set[int] = set()
 """Descriptors of this process's locks."""
 
@@ -234,19 +232,17 @@ def _acquire(path: Path, descriptor: int, here: Holder, shared: bool) -> None:
     while True:
         holder = _read(descriptor)
         try:
-            return fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            locked = lock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             is_restart = holder is not None and here.is_restart_of(holder)
             if time.monotonic() - begun_s > (RESTART_PATIENCE_S if is_restart else PATIENCE_S):
                 raise _in_use(path, holder) from None
             time.sleep(0.1)
-        except OSError as fault:
-            if fault.errno not in NO_LOCKS:
-                raise
-            # What started both ends one before it starts the other.
-            if shared or holder is None or find_launcher().has_started((holder.agent,), holder.job):
-                return None
-            raise RunError(f"{_in_use(path, holder)}. If it is gone, remove {path}: this disk has no locks") from None
+            continue
+        # What started both ends one before it starts the other.
+        if locked or shared or holder is None or find_launcher().has_started((holder.agent,), holder.job):
+            return
+        raise RunError(f"{_in_use(path, holder)}. If it is gone, remove {path}: this disk has no locks")
 
 
 def _in_use(path: Path, holder: Holder | None) -> RunError:

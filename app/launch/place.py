@@ -24,12 +24,13 @@ from app.settings.cli import FAILED, USAGE, RunError
 from app.settings.launcher import Launch, find_launch, find_launcher, slurm_variables
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import CommunicationError, Communicator, SecondaryError, agree
-from parallel.comm.kinds import RankKind, describe_shared_gpu, has_gpu_each
+from parallel.comm.kinds import RankKind, are_mixed, describe_shared_gpu, has_gpu_each
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.profile.cache import keep_freed_memory
 from parallel.profile.gpu import gpu_at, has_bf16, missing_kernels, set_tf32
+from pipelines.catalog.table import listed
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def connect(settings: StrategySettings, device: torch.device) -> Communicator:
     """Join the other ranks, over what they were started with.
 
     Raises:
-        RunError: they did not arrive, or cannot be reached.
+        RunError: they did not arrive, cannot be reached, or only some found a GPU under ``--device auto``.
         SystemExit: the same, and another rank reports it.
     """
     launch = find_launch()
@@ -199,7 +200,11 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
                 "assign GPUs to the node (srun --gpus-per-node), not to each task (--gpus-per-task)"
             )
             log.warning(text, seen, len(on_node))
-        return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined
+        if settings.is_mixed:
+            return _mixed(joined, joined.kinds, settings, device)
+        if are_mixed(joined.kinds):
+            raise (SecondaryError if joined.rank else CommunicationError)(_without_gpu(joined.kinds))
+        return joined
     own, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     if own < cores and not launch.local_rank and "SLURM_CPUS_ON_NODE" not in os.environ:
         text = "ranks of this host divide %d of its %d cores: if Open MPI binds them, start mpirun with --bind-to none"
@@ -214,6 +219,15 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
     with kill_after(message, settings.join_timeout_s + min(launch.rank, 10) * 0.3):
         from parallel.comm.mpi_comm import MpiCommunicator
     return MpiCommunicator(settings.timeout_s, launch.world)
+
+
+def _without_gpu(kinds: Sequence[RankKind]) -> str:
+    on_cpu = {str(rank): kind.node.split()[0] for rank, kind in enumerate(kinds) if kind.kind == "cpu"}
+    hosts, ranks = listed(list(dict.fromkeys(on_cpu.values()))), listed(list(on_cpu))
+    return (
+        f"--device auto: no usable GPU was found on {hosts} (ranks {ranks}), and the other ranks have one: run "
+        "`python -m app.doctor` there, start without these hosts, or use --device cpu"
+    )
 
 
 def _mixed(

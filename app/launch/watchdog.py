@@ -126,7 +126,8 @@ class Watchdog:
             "descriptor": self._progress.descriptor,
             "stuck_s": stuck_s,
             "stopped_s": min(STOPPED_S, stuck_s),
-            "fault_file": str(fault_file) if fault_file else None,
+            # The watchdog runs in another folder, in which a relative path is another file.
+            "fault_file": str(fault_file.absolute()) if fault_file else None,
         }
         self.at = self._device.at if self._device else self._progress.at
         self.step = self._progress.step

@@ -69,7 +69,7 @@ class PlanCommand:
     largest_tile: bool = False
     """Also search the largest tile of each strategy: as it is, with recomputation, and with offload, too."""
     graph: Literal["op", "layer", "block", "module"] = "block"
-    """How finely the model is drawn in --out."""
+    """Level of detail of the model's graph in --out: graph.txt, graph.json, and graph.dot for Graphviz."""
     out: Path | None = None
     """Folder for plan.json, candidates.json, the schedule, the graph, memory.svg (by tile size) and map.svg."""
 

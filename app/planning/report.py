@@ -22,7 +22,6 @@ from app.planning.workload import Workload
 from app.settings.cli import FAILED, OK
 from app.settings.fields import bytes_of
 from parallel.cost.cluster import Cluster
-from parallel.draw.graph_svg import graph_svg
 from parallel.draw.graph_text import graph_dot, graph_json, graph_text
 from parallel.draw.outline import ModelView
 from parallel.draw.schedule_svg import schedule_svg
@@ -243,7 +242,7 @@ def _write(
         backward_s=[cost.backward_s for cost in costs.layers],
         title=f"{command.model}, one tile of {command.tile} px",
     )
-    texts |= {"graph.svg": graph_svg(view), "graph.dot": graph_dot(view), "graph.txt": graph_text(view)}
+    texts |= {"graph.dot": graph_dot(view), "graph.txt": graph_text(view)}
     texts["graph.json"] = json.dumps(graph_json(view), indent=1)
     for name, text in texts.items():
         (out / name).write_text(text)

@@ -100,7 +100,7 @@ class Workload:
         try:
             with torch.device("meta"), _SkipInit():
                 return build()
-        except (NotImplementedError, RuntimeError):  # a factory that looks at the numbers it draws
+        except (NotImplementedError, RuntimeError, TypeError):  # a factory that looks at the numbers it draws
             return build()
 
     def _trace(self) -> Traced:

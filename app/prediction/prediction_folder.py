@@ -6,7 +6,6 @@ is done. Another start continues with the others. One with other settings is ref
 
 from __future__ import annotations
 
-import fcntl
 import io
 import itertools
 import unicodedata
@@ -117,15 +116,21 @@ class PredictionFolder:
         return [record["row"] for record in self.records()]
 
     def write_table(self) -> None:
-        """Write ``slides.csv`` anew; of several ranks one after the other, so that the last has all rows."""
-        with (self.path / "table.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if rows := self.rows():
-                text = io.StringIO(newline="")
-                write_rows(text, [list(rows[0]), *(list(row.values()) for row in rows)])
-                write_text(self.table, text.getvalue())
+        """Write ``slides.csv`` anew; repeat if a slide was finished meanwhile, as another rank may have written its
+        row before this one replaced the file."""
+        written: str | None = None  # no lock: some disks have none
+        while (text := self._table_text()) != written:
+            if text:
+                write_text(self.table, text)
             else:
                 self.table.unlink(missing_ok=True)
+            written = text
+
+    def _table_text(self) -> str:
+        text = io.StringIO(newline="")
+        if rows := self.rows():
+            write_rows(text, [list(rows[0]), *(list(row.values()) for row in rows)])
+        return text.getvalue()
 
     def _refuse(self, others: Sequence[str]) -> None:
         if others:

@@ -225,9 +225,21 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
     ):
         raise RunError(f"none of {counted(len(specs), 'slide')} could be predicted; {folder.failed.path} says why")
     if rank == command.stages - 1:  # of the first group, who writes
-        _say(f"predictions  {command.out} ({counted(len(folder.rows()), 'slide')})")
+        _say_predictions(model, folder)
     if failed and writes:
         _say(f"failed       {folder.failed.path} ({counted(len(failed), 'slide')})")
+
+
+def _say_predictions(model: TrainedModel, folder: PredictionFolder) -> None:
+    """Print how many slides are predicted, and how many are in a split of the run by their patient's name alone."""
+    records = folder.records()
+    _say(f"predictions  {folder.path} ({counted(len(records), 'slide')})")
+    if splits := model.splits_by_patient(records):
+        each = ", ".join(f"{split} {count}" for split, count in sorted(splits.items()))
+        _say(
+            f"by patient   {counted(splits.total(), 'slide')} not of the run, in the split of a patient of the same "
+            f"name: {each}; if these are other patients, use app.evaluate --split all"
+        )
 
 
 def _predictor(

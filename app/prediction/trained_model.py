@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,15 @@ class TrainedModel:
         split = self.slides["split"]
         return {patient: split[slide_id] for slide_id, patient in self.slides["patient"].items()}
 
+    def splits_by_patient(self, records: Iterable[Mapping[str, Any]]) -> Counter[str]:
+        """Return the number of slides in each split of the run that are not of the run, but of one of its patients.
+
+        Args:
+            records: of predicted slides, as `PredictionFolder` gives them.
+        """
+        new = [record["row"]["split"] for record in records if record["state"]["digest"] not in self._of_digest]
+        return Counter(split for split in new if split != "external")
+
     @property
     def shown(self) -> dict[int, str]:
         """Classes that get a heat map and areas, by number: of a segmenter all but the background; of a classifier of
@@ -207,9 +217,12 @@ class TrainedModel:
 def _read_state(path: Path, named: str | None) -> dict[str, Any]:
     """Return the content of the checkpoint ``path``, whose model the user trusts."""
     if path.is_dir():
-        raise ValueError(f"--checkpoint {path} is a folder; give a file, as {path}/checkpoints/best.pt of a run")
+        raise ValueError(f"--checkpoint {path} is a folder; give a file, as RUN/checkpoints/best.pt or last.pt")
     if not path.is_file():
-        raise ValueError(f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train")
+        raise ValueError(
+            f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train, or last.pt of a "
+            "run without validation"
+        )
     state = load_checkpoint(path)
     name: str = state["settings"]["model"]
     if named not in (None, name):

@@ -238,7 +238,7 @@ class RunConfig:
         errors += [*strategy_errors(self.strategy), *self.score.validate(), *self.checkpoint.validate()]
         norm, least, restarts, cached = self.net.norm, self.min_ranks, self.max_restarts, self.stream.cache is not None
         tiles_differ, whole = self.index.tile == "slide", self.index.whole_pictures
-        on_cpu = self.augmentation.augment == "cpu"
+        on_cpu, sample = self.augmentation.augment == "cpu", self.stream.sample
         both = self.steps is not None and self.epochs is not None
         rules = {
             f"give --steps or --epochs, not both; got {self.steps} and {self.epochs or 0:g}; remove the one that "
@@ -258,6 +258,9 @@ class RunConfig:
             f"--cache keeps tiles of one size, which those of {'--pictures resize' if whole else '--tile slide'} are "
             "not: leave it out": cached and (whole or tiles_differ),
             **(self._whole_slide_rules() if tiles_differ else {}),
+            f"--class-weights balanced and --sample {sample} both balance classes: leave one out": sample
+            in ("class", "pixels")
+            and self.optimization.class_weights == "balanced",
             f"--mlflow={self.mlflow} needs the package mlflow or mlflow-skinny, which is not installed: pip install "
             "mlflow-skinny, or leave it out": self.mlflow and importlib.util.find_spec("mlflow") is None,
             **(self._bag_rules() if self.stream.bag else {}),

@@ -38,7 +38,7 @@ LABEL_GRID = 64
 """A tile's class from annotations is decided on this many points along its longer side; that of any area drawn on it
 on every pixel."""
 WEIGHT_SAMPLE = 500
-"""About as many tiles are looked at to count the pixels of each class."""
+"""About as many tiles are looked at to count the pixels of each class; all, if these lack a class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,16 +233,34 @@ def _class_areas(
 
 
 def _check_training_part(dataset: Dataset) -> None:
-    train = dataset.rows("train")
+    """Refuse too little to train on; log classes that no tile trains or validates."""
+    train, held_out = dataset.rows("train"), dataset.rows("val")
     if len(train) == 0:
         raise ValueError("the training split holds no tile: lower --validation, --test or --min-tissue, or add slides")
+    learned, scored = _classes_on(dataset, train), _classes_on(dataset, held_out)
+    if dataset.tile_labels is not None and len(learned) < 2:
+        raise ValueError(
+            f"all training tiles have the class {min(learned)!r}: a classifier needs two; "
+            "check the labels, or lower --validation so that more slides are trained on"
+        )
+    unit = "tile" if dataset.task == "classify" else "slide"
+    if absent := [name for name in dataset.classes if name not in learned]:
+        log.warning(
+            "no training %s shows %s: not learned in this run; move slides of it to train with --splits FILE, or leave "
+            "the class out with --class-map",
+            *(unit, listed(absent)),
+        )
+    if len(held_out) and (unscored := [name for name in dataset.classes if name in learned - scored]):
+        log.warning("no validation %s shows %s: scores of this run say nothing about it", unit, listed(unscored))
+
+
+def _classes_on(dataset: Dataset, rows: NDArray[np.int64]) -> set[str]:
+    """Return the classes of the tiles ``rows``; of pixels the background, and what their slides show."""
     if dataset.tile_labels is not None:
-        present = np.unique(dataset.tile_labels[train])
-        if len(present) < 2:
-            raise ValueError(
-                f"all training tiles have the class {dataset.classes[int(present[0])]!r}: a classifier needs two; "
-                "check the labels, or lower --validation so that more slides are trained on"
-            )
+        return {dataset.classes[k] for k in np.unique(dataset.tile_labels[rows]).tolist()}
+    assert isinstance(dataset.truth, SlideAnnotations)
+    slides = [dataset.tiles.slides[k] for k in np.unique(dataset.tiles.slide[rows]).tolist()]
+    return {dataset.classes[0]}.union(*(dataset.truth.visible[slide] for slide in slides))
 
 
 def class_counts(dataset: Dataset, rows: NDArray[np.int64], *, of_slides: bool = False) -> NDArray[np.int64]:
@@ -256,7 +274,10 @@ def class_counts(dataset: Dataset, rows: NDArray[np.int64], *, of_slides: bool =
         return np.bincount(labels, minlength=len(dataset.classes)).astype(np.int64)
     if dataset.tile_labels is not None:
         return np.bincount(dataset.tile_labels[rows], minlength=len(dataset.classes)).astype(np.int64)
-    areas, unread = class_areas(dataset, rows[:: max(1, len(rows) // WEIGHT_SAMPLE)])
+    sample = rows[:: max(1, len(rows) // WEIGHT_SAMPLE)]
+    areas, unread = class_areas(dataset, sample)
+    if len(sample) < len(rows) and not areas.any(0).all():  # a class of weight 0 is not learned
+        areas, unread = class_areas(dataset, rows)
     if unread:
         log.warning("--class-weights balanced: %d of %d tiles cannot be read and are not counted", unread, len(areas))
     counts: NDArray[np.int64] = areas.sum(0)
@@ -264,6 +285,12 @@ def class_counts(dataset: Dataset, rows: NDArray[np.int64], *, of_slides: bool =
         raise ValueError(
             f"--class-weights balanced: nothing is drawn that counts on {len(areas)} training tiles, of which {unread} "
             "cannot be read; look at the annotations, or leave it out"
+        )
+    if absent := [name for name, count in zip(dataset.classes, counts.tolist(), strict=True) if not count]:
+        log.warning(
+            "--class-weights balanced: no training tile has %s on its grid of %d points: their cross entropy has "
+            "weight 0; leave the flag out, or draw more of them",
+            *(listed(absent), LABEL_GRID),
         )
     return counts
 

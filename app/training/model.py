@@ -6,6 +6,7 @@ should know about how it was made.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,14 @@ from app.training.share import share
 from models.heads import BagLoss, bag_head_path, put_bag_head
 from models.layer_depth import freeze, layer_decay_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
-from models.registry import PRETRAINED, build_model, names_weights, pretrained_weights
+from models.registry import PRETRAINED, build_model, names_weights, pretrained_weights, timm_normalisation
 from models.weights import IMAGENET, LoadedWeights, Weights, block_of, load_weights, read_weights
 from parallel.comm.communicator import Communicator
 from parallel.trace.op_recorder import draws
 from parallel.trace.updated_search import updated_buffers
 from parallel.trace.without_data import exclusively, preserve_module_state, refuse_tile_size, run_without_data
+
+log = logging.getLogger(__name__)
 
 
 def takes_channels_last(model: nn.Module, shape: tuple[int, ...]) -> bool:
@@ -161,10 +164,16 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
         )
     if config.stream.bag and not trained_in_bags:  # other weights have the names of a model without it
         put_bag_head(module, net.model, classes)
-    normalisation = IMAGENET if weights is None else weights.normalisation
-    if normalisation != IMAGENET:
+    recorded = IMAGENET if weights is None else weights.normalisation
+    of_timm = timm_normalisation(module) if recorded is None else None
+    normalisation = recorded or of_timm or IMAGENET
+    if recorded != IMAGENET:
         mean, std = (", ".join(f"{value:g}" for value in values) for values in normalisation)
-        notes.append(f"images are normalised as the weights expect: mean {mean}; standard deviation {std}")
+        what = "the weights expect"
+        if recorded is None:
+            what = f"timm's weights of {net.model} expect" if of_timm else "most weights of ImageNet expect"
+            what += f" ({net.weights} does not say)"
+        notes.append(f"images are normalised as {what}: mean {mean}; standard deviation {std}")
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if settings.freeze:
         frozen = freeze(module, settings.freeze)
@@ -218,16 +227,24 @@ def build_loss(
     communicator: Communicator,
     *,
     in_bags: bool = False,
+    by_slide: bool = False,
 ) -> TileClassLoss | PixelClassLoss:
-    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``, or of their slides
-    ``in_bags``, as the first rank counts them: what one rank cannot read another may, and all need the same weights.
+    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``, or of their slides,
+    as the first rank counts them: what one rank cannot read another may, and all need the same weights.
+
+    Args:
+        in_bags: a sample is a bag of a slide.
+        by_slide: slides are drawn equally often; slides with labels are then counted.
 
     Raises:
         ValueError: ``settings.loss`` is of another task.
     """
     weights = None
     if settings.class_weights == "balanced":
-        weights = balanced_weights(share(communicator, lambda: class_counts(dataset, train_rows, of_slides=in_bags)))
+        of_slides = in_bags or (by_slide and bool(dataset.slide_labels))
+        weights = balanced_weights(share(communicator, lambda: class_counts(dataset, train_rows, of_slides=of_slides)))
+        of_classes = zip(dataset.classes, weights.tolist(), strict=True)
+        log.info("--class-weights balanced: %s", ", ".join(f"{name} {weight:.3g}" for name, weight in of_classes))
     smoothing, gamma = settings.label_smoothing, settings.focal_gamma if settings.loss == "focal" else 0.0
     if dataset.task == "segment":
         dice = settings.loss in ("auto", "dice_ce")

@@ -21,7 +21,7 @@ from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import patient_note
 from pipelines.labels.folds import fold_splits, read_split_file, site_splits
 from pipelines.labels.slide_labels import SlideLabels, read_mpp
-from pipelines.labels.splits import Splits, fixed_splits, load_split, make_splits
+from pipelines.labels.splits import Splits, fixed_splits, make_splits
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.tiling import IndexSettings
 
@@ -119,7 +119,7 @@ def choose_splits(
     sites = {slide_id: truth.site[slide_id] for slide_id in usable if slide_id in truth.site}
     known = Splits({}, patients, slide_labels, sites, unknown)
     begun = folder.last.exists()
-    saved = load_split(folder.splits, patients, begun=begun) if folder.splits.exists() else None
+    saved = read_split_file(folder.splits, patients, begun=begun) if folder.splits.exists() else None
     split = saved
     if saved is None or (config.split.is_asked and not begun):
         has_truth = {*truth.paths, *truth.failed} if isinstance(truth, SlideAnnotations) else {*truth.label}

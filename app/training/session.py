@@ -103,7 +103,10 @@ class Session:
             refuse_second_update(module, shape, communicator)
         self.train_rows = dataset.rows("train")
         self.validation_rows = subsample_per_slide(dataset, dataset.rows("val"), config.score.validation_tiles)
-        loss = build_loss(config.optimization, dataset, self.train_rows, communicator, in_bags=bag > 0)
+        by_slide = config.stream.sample == "slide"
+        loss = build_loss(
+            config.optimization, dataset, self.train_rows, communicator, in_bags=bag > 0, by_slide=by_slide
+        )
         self.loss: nn.Module = loss.to(placement.device)
         self.engine, self.host = self._engine_of(module, BagGradient() if bag else self.loss)
         # Of whole pictures nothing more is varied than the crop, which comes with reading.

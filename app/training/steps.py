@@ -90,13 +90,15 @@ class TrainLoader:
         return {**self._tiles.get_state(), "batch": step}
 
     def reshare(self, shares: Shares, step: int) -> None:
-        """Let groups compute and read ahead ``shares`` from step number ``step`` on, from 0. Every rank calls it."""
+        """Let groups train on and validate ``shares`` from step number ``step`` on, from 0. Every rank calls it."""
         session, state = self._session, self.state(step)
         self.close()
         session.engine.reshare(shares)
         share = session.engine.share
-        wants = [session.engine.wants(i) for i in share]
-        self._reading = replace(self._reading, ranges=[session.ranges[i] for i in share], wants=wants)
+        ranges, wants = [session.ranges[i] for i in share], [session.engine.wants(i) for i in share]
+        self._reading = replace(self._reading, ranges=ranges, wants=wants)
+        wants = [session.engine.predict_wants] * len(share)
+        session.validation_reading = replace(session.validation_reading, ranges=ranges, wants=wants)
         self._stream = self._reading.sharded(self._stream)
         self._open(state)
 

@@ -18,11 +18,11 @@ import zarr
 import zarr.codecs
 from PIL import Image
 
-from app.checks.slides import write_samples
 from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_writer import JPEG, TILE, PyramidWriter
 from pipelines.slides.geometry import Region, Size
 from pipelines.slides.slide import Pixels
+from tests.helpers.ndpi_file import write_ndpi
 
 REAL = Path(__file__).parents[2] / "data" / "real"
 MPP = 0.5
@@ -79,6 +79,24 @@ def _ome_tiff(path: Path, picture: Pixels) -> None:
     with tifffile.TiffWriter(path, ome=True) as writer:
         writer.write(picture, subifds=1, metadata={"axes": "YXS", **size}, **options)
         writer.write(_reduced(picture, 2), subfiletype=1, **options)
+
+
+def _zarr2(path: Path, picture: Pixels) -> None:
+    """OME-Zarr 0.4 of one uncompressed array (c, y, x)."""
+    # Without the zarr library, which adds an empty ``0/.zattrs``: it holds no value to damage.
+    array = path / "0"
+    array.mkdir(parents=True)
+    axes = [{"name": "c", "type": "channel"}] + [{"name": n, "type": "space", "unit": "micrometer"} for n in "yx"]
+    scale = [{"type": "scale", "scale": [1.0, MPP, MPP]}]
+    image = {"version": "0.4", "axes": axes, "datasets": [{"path": "0", "coordinateTransformations": scale}]}
+    shape = {"shape": [3, HEIGHT, WIDTH], "chunks": [3, TILE, TILE], "dtype": "|u1", "order": "C"}
+    rest = {"zarr_format": 2, "compressor": None, "filters": None, "fill_value": 0}
+    (path / ".zgroup").write_text(json.dumps({"zarr_format": 2}))
+    (path / ".zattrs").write_text(json.dumps({"multiscales": [image]}))
+    (array / ".zarray").write_text(json.dumps(shape | rest))
+    for row, column in np.ndindex(HEIGHT // TILE, WIDTH // TILE):
+        tile = picture[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
+        (array / f"0.{row}.{column}").write_bytes(tile.transpose(2, 0, 1).tobytes())
 
 
 def _zarr3(path: Path, picture: Pixels) -> None:
@@ -162,19 +180,14 @@ def write_seeds(folder: Path, formats: list[str]) -> dict[str, Path]:
     """Write the whole file, or folder, of each of ``formats``; format -> path."""
     folder.mkdir(parents=True, exist_ok=True)
     picture = _picture()
-    samples = write_samples(folder)
     paths = {name: folder / file for name, (file, _) in WRITERS.items()}
     for name in formats:
         if name in COPIED:
             shutil.copyfile(REAL / COPIED[name], paths[name])
-        elif name in SAMPLES:
-            paths[name] = samples[SAMPLES[name]]
         else:
             WRITERS[name][1](paths[name], picture)
     return {name: paths[name] for name in formats}
 
-
-SAMPLES = {"ndpi-made": "ndpi", "ome-zarr-0.4": "zarr"}
 
 WRITERS: dict[str, tuple[str, Callable[[Path, Pixels], object]]] = {
     "svs": ("s.svs", lambda path, picture: None),
@@ -185,9 +198,9 @@ WRITERS: dict[str, tuple[str, Callable[[Path, Pixels], object]]] = {
     },
     "ome-tiff": ("s.ome.tif", _ome_tiff),
     "ndpi": ("s.ndpi", lambda path, picture: None),
-    "ndpi-made": ("made.ndpi", lambda path, picture: None),
+    "ndpi-made": ("made.ndpi", lambda path, picture: write_ndpi(path, picture, interval=WIDTH // 16)),
     "dicom": ("s.dcm", lambda path, picture: None),
-    "ome-zarr-0.4": ("s.zarr", lambda path, picture: None),
+    "ome-zarr-0.4": ("s.zarr", _zarr2),
     "ome-zarr-0.5": ("s5.ome.zarr", _zarr3),
     "png": ("p.png", lambda path, picture: Image.fromarray(picture).save(path)),
     "jpeg": ("p.jpg", lambda path, picture: Image.fromarray(picture).save(path, quality=90)),
@@ -202,6 +215,6 @@ WRITERS: dict[str, tuple[str, Callable[[Path, Pixels], object]]] = {
     "imagescope": ("m-imagescope.xml", lambda path, picture: _imagescope(path)),
     "labels": ("labels.csv", lambda path, picture: _labels(path)),
 }
-"""Format -> file name and what writes it; real slides and the samples of ``app.doctor`` are copied."""
+"""Format -> file name and what writes it; real slides are copied."""
 
 FORMATS = tuple(WRITERS)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.in_boxes import planned_regions, streamed
+from docs.pictures.svg_style import style, svg_text
 from models.registry import build_model
-from parallel.draw.svg_style import style, svg_text
 from parallel.streaming.part_plan import PartPlan
 from parallel.team.boxed_nodes import PlannedRegion
 from parallel.team.region_run import Phase, RegionRun

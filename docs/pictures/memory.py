@@ -13,8 +13,8 @@ import torch
 from matplotlib.ticker import MaxNLocator
 
 from app.planning.workload import with_loss
+from docs.pictures.svg_style import style, svg_text
 from models.registry import build_model
-from parallel.draw.svg_style import style, svg_text
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy, segments_of
@@ -31,7 +31,7 @@ RULES = {
     "both": ActivationPolicy("block", offload="overlap"),
 }
 COLOURS = (0, 1, 2, 4)
-"""Of ``svg_style``, for each rule."""
+"""Numbers in ``HUES``, for each rule."""
 
 LEFT, TOP, WIDTH, HEIGHT, MARGIN = 84.0, 116.0, 900.0, 330.0, 24.0
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"

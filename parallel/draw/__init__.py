@@ -1,1 +1,1 @@
-"""Pictures, tables and text of schedules and models."""
+"""Pictures of schedules; graphs of models as tables, JSON and DOT."""

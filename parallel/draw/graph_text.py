@@ -1,6 +1,7 @@
 """Write a model's graph as text: a table, data for ``json.dump``, or the DOT language.
 
-DOT is for Graphviz and the many tools that read it (``dot -Tsvg graph.dot``; grammar: graphviz.org/doc/info/lang.html).
+DOT is for Graphviz and the many tools that read it (``dot -Tsvg graph.dot > graph.svg``; grammar:
+graphviz.org/doc/info/lang.html).
 Each part is a node, called by its number as in JSON; each stage is a cluster. An edge stands for all values that one
 part gives another, as wide as their bytes.
 
@@ -27,7 +28,6 @@ from dataclasses import asdict
 from typing import Any
 
 from parallel.draw.outline import Link, ModelView, Part
-from parallel.draw.svg_style import HUES
 from parallel.units import bytes_text, flops_text, seconds_text
 
 NAME, KIND, INPUTS = 36, 44, 22
@@ -154,6 +154,19 @@ def graph_json(view: ModelView) -> dict[str, Any]:
     }
 
 
+HUES = (
+    ("#dbe9fa", "#1f66b1"),
+    ("#fde3c8", "#c25a0a"),
+    ("#d5eee6", "#157f64"),
+    ("#ecdff5", "#7b42a8"),
+    ("#f8dbe1", "#b52c4b"),
+    ("#f3ecc4", "#8a7300"),
+    ("#d4ecf1", "#1b7f93"),
+    ("#e4e6ea", "#566074"),
+)
+"""(fill, line) of a stage; neighbours differ for colour-blind eyes too."""
+
+
 def graph_dot(view: ModelView) -> str:
     """Return the text of a DOT file."""
     return "\n".join(
@@ -172,7 +185,7 @@ def graph_dot(view: ModelView) -> str:
 def _clusters(view: ModelView) -> Iterator[str]:
     """The nodes of each stage; without a partition no cluster is around them."""
     for stage, total in enumerate(view.stage_sums):
-        fill, line, *_ = HUES[stage % len(HUES)]
+        fill, line = HUES[stage % len(HUES)]
         if view.partition:
             yield f"  subgraph cluster_{stage} {{"
             yield f'    label={_quoted(f"{total.name}: {_sizes(total)}")}; color="{line}"; fontcolor="{line}";'

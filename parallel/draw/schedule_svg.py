@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from parallel.draw.svg_style import svg_file
 from parallel.schedule.action import Kind
 from parallel.schedule.timeline import Span, Timeline
 
@@ -20,6 +19,7 @@ LABELS, WIDTH, MARGIN = 76.0, 1000.0, 24.0
 ROW, GAP = 30.0, 5.0
 """Height of a row and of the space between two."""
 
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, PALE, PAPER, IDLE, LINE = "#1f2733", "#667085", "#ffffff", "#f1f3f6", "#dde1e7"
 
 
@@ -68,14 +68,19 @@ def schedule_svg(
     parts += _axis(top, whole_s, unit, per_s)
     parts += _legend([chart for _, chart in charts], top + 52)
     height, width = top + 52 + MARGIN, MARGIN + LABELS + WIDTH + MARGIN
+    sides = f'width="{width:g}" height="{height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" {sides} role="img"'
     lines = [
+        f'{head} font-family="{FONT}">',
+        f"<title>{escape(title)}</title>",
         '<defs><pattern id="again" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><path d="M0 0V6" stroke="#000000" stroke-opacity="0.3" stroke-width="2"/>'
         "</pattern></defs>",
         f'<rect width="{width:g}" height="{height:g}" rx="10" fill="{PAPER}" stroke="{LINE}"/>',
         *parts,
+        "</svg>\n",
     ]
-    return svg_file(width, height, title, lines)
+    return "\n".join(lines)
 
 
 def _joined(team: range, top: float) -> str:

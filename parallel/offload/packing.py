@@ -132,7 +132,8 @@ def check_version(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{tuple(tensor.shape)} {tensor.dtype} is at version {tensor._version}, expected version {version}"
+            f"{tuple(tensor.shape)} {tensor.dtype} is at version {tensor._version}, expected version {version}; "
+            "write it without in-place, as x = x - mean for x -= mean"
         )
 
 
@@ -141,17 +142,24 @@ def storages_of(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], int | torch.SymInt, bool, bool]
+"""Of a tensor: dtype, shape, strides, offset in elements, whether it is a conjugate or negative view."""
+
+
 def bytes_view(tensor: Tensor) -> Tensor:
     """Return the whole storage of ``tensor``: uint8 (bytes,)."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def view_like(flat: Tensor, form: tuple[torch.dtype, Any, Any, Any]) -> Tensor:
-    """Return a tensor in the storage of ``flat``: dtype, shape, strides, offset in elements."""
-    dtype, shape, strides, offset = form
-    return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, shape, strides)
+def view_like(flat: Tensor, form: Form) -> Tensor:
+    """Return a tensor in the storage of ``flat``."""
+    dtype, shape, strides, offset, conjugate, negative = form
+    view = torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, shape, strides)
+    view = view.conj() if conjugate else view
+    return torch._neg_view(view) if negative else view
 
 
-def form_of(tensor: Tensor) -> tuple[torch.dtype, Any, Any, Any]:
+def form_of(tensor: Tensor) -> Form:
     """Return what ``view_like`` needs."""
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return tensor.dtype, *place, tensor.is_conj(), tensor.is_neg()

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.streaming.layer import Layer, Reading
-from parallel.streaming.operation import NotTileable, Operation, module_of
+from parallel.streaming.operation import Arguments, NotTileable, Operation, module_of
 from parallel.streaming.read_norm import batch_norm, group_norm, instance_norm
 from parallel.streaming.read_pointwise import (
     IN_PLACE,
@@ -68,7 +68,7 @@ FUNCTIONS = (
     torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.neg, torch.clamp, torch.maximum, torch.minimum,
     torch.square, torch.rsqrt, torch.addcmul,
     operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.iadd,
-    operator.imul, operator.isub, operator.itruediv,
+    operator.imul, operator.isub, operator.itruediv, F.relu_, F.leaky_relu_, F.elu_,
 )  # fmt: skip
 METHODS = (
     "add", "sub", "mul", "div", "neg", "pow", "sqrt", "exp", "log", "abs", "relu", "sigmoid", "tanh", "clamp", "square",
@@ -174,8 +174,11 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
             layer.refuse_turned()
         return read(layer)
     maps = reading.maps(node)
-    if node.op == "call_function" and len(maps) == 1 and reading.of(node) is reading.of(maps[0]):
-        return identity(Layer(reading, node))  # it looked at the whole image's size, and passes it on
+    if node.op == "call_function" and len(maps) == 1 and (value := reading.of(node)) is reading.of(maps[0]):
+        version = 0 if value.is_inference() else value._version
+        Arguments(reading.model, node, {}, reading.of).run()
+        if value.is_inference() or value._version == version:  # else it changes it in place, as DropBlock may
+            return identity(Layer(reading, node))  # it looked at the whole image's size, and passes it on
     raise NotTileable(UNKNOWN)
 
 

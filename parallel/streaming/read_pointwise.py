@@ -18,6 +18,7 @@ IN_PLACE = {
     operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.ipow: operator.pow,
     operator.itruediv: operator.truediv, operator.ifloordiv: operator.floordiv, operator.imod: operator.mod,
     operator.iand: operator.and_, operator.ior: operator.or_, operator.ixor: operator.xor,
+    F.relu_: F.relu, F.leaky_relu_: F.leaky_relu, F.elu_: F.elu,
 }  # fmt: skip
 """Functions that change their first argument, and what gives the same in new memory."""
 MASK = "~mask"

@@ -9,7 +9,6 @@ reader finds no tile that is not there. What a killed process leaves is removed 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -30,7 +29,7 @@ from pipelines.backends.tile_shard import TILE_BYTES, checked, places_metadata, 
 from pipelines.catalog.handles import SlideState
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide
-from pipelines.slides.whole_files import write_text
+from pipelines.slides.whole_files import lock, write_text
 
 SHARD_BYTES, MOST_SLOTS = 32 << 20, 1024
 """Of pixels in a shard, held in memory until it is written, or one tile; tiles in a shard at most."""
@@ -278,10 +277,11 @@ class ShardFolder:
 
     @contextlib.contextmanager
     def _ledger(self) -> Iterator[int]:
-        """The file with the bytes that the cache holds, locked."""
+        """The file with the bytes that the cache holds, locked. On a disk without locks, processes that write at once
+        may count too few bytes, and exceed the limit until the files are counted."""
         ledger = os.open(self.cache / LEDGER, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(ledger, fcntl.LOCK_EX)
+            lock(ledger)
             yield ledger
         finally:
             os.close(ledger)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
 import io
 import logging
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pipelines.slides.slide import printable
+from pipelines.slides.whole_files import lock
 
 LABELS_FILE = "labels.csv"
 """A table of this name in the slides' folder is used without being asked for."""
@@ -252,7 +252,6 @@ class FailedSlides:
             rows = [(slide, step, _one_line(error))]
             if os.fstat(descriptor).st_size == 0:
                 rows.insert(0, COLUMNS)
-            os.lseek(descriptor, 0, os.SEEK_END)
             _write(descriptor, rows)
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -270,15 +269,15 @@ class FailedSlides:
         with self._locked() as descriptor:
             kept = [row for row in self.rows() if row[0] not in slides or step not in (None, row[1])]
             os.ftruncate(descriptor, 0)
-            os.lseek(descriptor, 0, os.SEEK_SET)
             _write(descriptor, [COLUMNS, *kept])
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
         # One descriptor per use: flock excludes other descriptors, those of threads of this process included.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        # On a disk without locks, O_APPEND keeps two failures of one host apart.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock(descriptor)
             yield descriptor
         finally:
             os.close(descriptor)

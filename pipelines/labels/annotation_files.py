@@ -27,7 +27,7 @@ from pipelines.catalog.catalog import (
     slide_stem,
     walk_folders,
 )
-from pipelines.catalog.table import listed
+from pipelines.catalog.table import counted, listed
 from pipelines.labels.annotation_xml import read_xml
 from pipelines.labels.class_names import IGNORE, IGNORED_CLASS
 from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, PolygonSet, printable_name
@@ -247,20 +247,23 @@ def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles, named: 
         named: names by id; empty: there are none, and the ids are numbered.
 
     Raises:
-        ValueError: ids without a name, or the only class is 1 in one mask and 255 in another.
+        ValueError: ids without a name; or, without ``named``, 255 is the only value of some masks, and others have ids
+            and no 255.
     """
     if not values:
         return {}
     present = set().union(*values.values()) - {0}
     classes_path = min(files.path[slide].parent for slide in values) / CLASSES_FILE
+    of_255 = [slide for slide, of_slide in sorted(values.items()) if of_slide - {0} == {IGNORE}]
+    of_ids = [slide for slide, of_slide in sorted(values.items()) if of_slide - {0, IGNORE}]
+    if not named and of_255 and of_ids and not any(IGNORE in values[slide] for slide in of_ids):
+        raise ValueError(
+            f"{files.source}: {IGNORE} is the only value besides 0 in {counted(len(of_255), 'mask')} "
+            f"({listed([str(files.path[slide]) for slide in of_255])}), and no mask with class ids has it, as "
+            f"{files.path[of_ids[0]]}. If pixels of {IGNORE} shall be ignored, name the ids in {classes_path}, a "
+            f"line `1 {UNNAMED_CLASS}` for each; if they are a class, export all masks with the same values"
+        )
     if not named and present <= {1, IGNORE} and present:
-        by_value = {min(of_slide - {0}): slide for slide, of_slide in values.items() if len(of_slide - {0}) == 1}
-        if len(by_value) == 2 and not any({1, IGNORE} <= of_slide for of_slide in values.values()):
-            raise ValueError(
-                f"{files.source}: {files.path[by_value[IGNORE]]} has {IGNORE} and no 1, {files.path[by_value[1]]} has "
-                f"1 and no {IGNORE}. If pixels of {IGNORE} shall be ignored, write the line `1 {UNNAMED_CLASS}` into "
-                f"{classes_path}; if they are the class, export all masks with the same value"
-            )
         return {min(present): UNNAMED_CLASS}
     classes = dict(named) or {value: f"class_{value}" for value in range(1, len(present - {IGNORE}) + 1)}
     faults = [

@@ -67,6 +67,7 @@ class SlideAnnotations:
         site: by slide id, of slides whose site is known.
         box: left, top, right and bottom of all that is drawn, by slide id, in the coordinates of the file.
         digest: of the bytes of all files in ``paths``: another one where something is drawn anew.
+        visible: names of areas with a pixel on the slide, by slide id.
     """
 
     classes: tuple[str, ...]
@@ -80,6 +81,7 @@ class SlideAnnotations:
     site: Mapping[str, str] = field(default_factory=dict)
     box: Mapping[str, Box] = field(default_factory=dict)
     digest: str = ""
+    visible: Mapping[str, set[str]] = field(default_factory=dict)
     _cache: AnnotationCache = field(default_factory=AnnotationCache, repr=False, compare=False)
 
     def read_mask(
@@ -198,7 +200,6 @@ def read_annotations(
     failed = {slide: str(content) for slide, content in of_slides.items() if isinstance(content, SlideError)}
     contents = {slide: content for slide, content in of_slides.items() if not isinstance(content, SlideError)}
     names = {name for content in contents.values() for name in content.names}
-    visible = {name for content in contents.values() for name in content.visible}
     values = {slide: content.values for slide, content in contents.items() if content.values is not None}
     boxes = {slide: content.box for slide, content in contents.items() if content.box is not None}
     hidden = {slide: content.hidden for slide, content in contents.items() if content.hidden}
@@ -225,8 +226,12 @@ def read_annotations(
         )
     unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in files.path))
     _log(files, failed, unlabelled, without_area)
-    visible |= {mask_names[value] for of_slide in values.values() for value in of_slide if value in mask_names}
-    _log_hidden(files.source, hidden, [name for name in classes[1:] if name not in visible])
+    visible = {
+        slide: content.visible.union(mask_names[value] for value in content.values or () if value in mask_names)
+        for slide, content in contents.items()
+    }
+    seen = set().union(*visible.values())
+    _log_hidden(files.source, hidden, [name for name in classes[1:] if name not in seen])
     return SlideAnnotations(
         classes,
         {slide: patient[slide] for slide in slides if slide in patient and slide not in failed},
@@ -239,6 +244,7 @@ def read_annotations(
         {slide: name for slide, name in (site or {}).items() if slide in files.path and slide not in failed},
         boxes,
         hashlib.blake2b(digests.encode(), digest_size=16).hexdigest(),
+        visible,
         cache,
     )
 

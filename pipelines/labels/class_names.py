@@ -27,10 +27,10 @@ IGNORED_CLASS = re.compile(r"ignore|exclude", re.IGNORECASE)
 """Areas of a class that starts like this are not learnt from; QuPath itself has a class ``Ignore*``."""
 
 NEGATIVES = frozenset({"normal", "benign", "negative", BACKGROUND, "0"})
-"""Names of a class that, of two, is not the positive one; in any case."""
+"""Names of a class that, of two, is not the positive one, in any spelling: also Normal and 0.0."""
 
 OTHERS = "*"
-"""In a class map: every name that is drawn and not listed."""
+"""In a class map: every name that is drawn, and is neither listed nor what a listed name is learned as."""
 
 
 def is_learned(name: str) -> bool:
@@ -58,7 +58,8 @@ def positive_class(classes: Sequence[str], named: str | None = None) -> int | No
         raise ValueError(f"--positive-class is one of two classes; got {named!r}, the classes are {listed(classes)}")
     if named is not None:
         return classes.index(named)
-    positive = [k for k, name in enumerate(classes) if name.casefold() not in NEGATIVES]
+    negatives = {_spelling_key(name, is_class=True) for name in NEGATIVES}
+    positive = [k for k, name in enumerate(classes) if _spelling_key(name, is_class=True) not in negatives]
     return positive[0] if len(classes) == 2 and len(positive) == 1 else None
 
 
@@ -102,8 +103,8 @@ class ClassMap:
     """Names to learn by names as drawn; others stay as they are.
 
     Attributes:
-        names: several may lead to the same; ``background`` and ``ignore`` mean what they say. Under ``OTHERS`` what
-            becomes of classes that are not listed.
+        names: several may lead to the same; ``background`` and ``ignore`` mean what they say. The value of ``OTHERS``
+            is the learned name of all other classes.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -129,15 +130,32 @@ class ClassMap:
 
     def learned(self, drawn: str) -> str:
         """Return the name that a drawn name is learned under."""
-        return self.names.get(drawn) or (self.names.get(OTHERS, drawn) if is_learned(drawn) else drawn)
+        if drawn in self.names or drawn in self.names.values() or not is_learned(drawn):
+            return self.names.get(drawn, drawn)
+        return self.names.get(OTHERS, drawn)
 
     def check(self, drawn: Collection[str]) -> None:
-        """Raises ValueError where the map lists names that no label or annotation has: a slip would go unseen."""
+        """Raises ValueError for listed names that no label or annotation has, and for other spellings of listed or
+        learned names that ``OTHERS`` would take: neither slip would be seen."""
         if unknown := sorted(set(self.names) - set(drawn) - {OTHERS}):
             raise ValueError(
                 f"--class-map names {listed(unknown)}, which no label or annotation has; classes are "
                 f"{listed(sorted(drawn))}. "
                 "Correct the name, upper and lower case count, or leave it out"
+            )
+        others = self.names.get(OTHERS)
+        named = {_spelling_key(name, is_class=True): name for entry in self.names.items() for name in entry}
+        taken = {
+            name: same
+            for name in sorted(set(drawn) - set(self.names))
+            if (same := named.get(_spelling_key(name, is_class=True)))
+            and others == self.learned(name) != self.learned(same)
+        }
+        if taken:
+            entries = " ".join(f'"{name}={self.learned(same)}"' for name, same in taken.items())
+            raise ValueError(
+                f'--class-map "{OTHERS}={others}" would take other spellings of '
+                f"{listed([*dict.fromkeys(taken.values())])}: {listed([*taken])}. List them too: {entries}"
             )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
+import functools
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -35,8 +36,9 @@ from pipelines.labels.geojson import write_geojson
 from pipelines.labels.rasterize import PixelGrid, mask_box, paint
 from pipelines.slides.geometry import Size, l_from_l0
 from pipelines.slides.slide import Slide, SlideError
-from pipelines.slides.whole_files import replacing, write_text
+from pipelines.slides.whole_files import lock, replacing, write_text
 
+log = logging.getLogger(__name__)
 Rings = list[NDArray[np.float64]]
 
 
@@ -271,8 +273,9 @@ def _class_ids(names: Iterable[str], folder: Path, out: Path) -> list[str]:
     ones on the lowest free ids; "" where an id is free."""
     files = sorted({out / CLASSES_FILE, folder / CLASSES_FILE})
     # Of conversions into one folder at once, each waits for the list of the other: an id is never given twice.
-    with (out / LOCK_FILE).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (out / LOCK_FILE).open("a") as lock_file:
+        if not lock(lock_file.fileno()):
+            _warn_without_locks(out)
         named = named_ids([path for path in files if path.is_file()])
         classes = [BACKGROUND, *(named.get(index, "") for index in range(1, IGNORE))]
         for name in names:
@@ -284,3 +287,9 @@ def _class_ids(names: Iterable[str], folder: Path, out: Path) -> list[str]:
         for path in files:
             write_text(path, text)
     return classes
+
+
+@functools.cache
+def _warn_without_locks(folder: Path) -> None:
+    text = "%s: this disk has no locks: run one conversion into the folder at a time, or two classes may get one id"
+    log.warning(text, folder)

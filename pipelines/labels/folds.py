@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,8 +106,6 @@ def _dealt_splits(
         )
     dealt = assign_groups(sizes, np.array([shares[k] for k in asked]))
     part_of = {who: asked[dealt[row_of[group]]] for who, group in group_of.items()}
-    if label and (validates := names.index("val")) in asked:
-        _tell_lacking(validates, {c: Counter(part_of[who] for who in members) for c, members in strata})
     return {slide: names[part_of[who]] for slide, who in patient.items()}
 
 
@@ -161,21 +158,17 @@ def _joined_sites(patient: Mapping[str, str], site: Mapping[str, str]) -> dict[s
     return {who: first(name) for who, name in of_patient.items()}
 
 
-def _tell_lacking(validates: int, parts_of_class: Mapping[int, Counter[int]]) -> None:
-    """Log classes that are not scored, or not learned, with part ``validates`` held out."""
-    for number, parts in parts_of_class.items():
-        if not parts[validates]:
-            logger.warning("no patient of class %d validates: too few patients or sites of it", number)
-        elif parts[validates] == parts.total():
-            logger.warning("all patients of class %d validate: it is not learned in this run", number)
-
-
 TRUTHS = {"true": True, "1": True, "false": False, "0": False, "": False}
 """How pandas and spreadsheet programs write a boolean."""
 
 
 def read_split_file(
-    path: Path, patient: Mapping[str, str], *, slides: Collection[str] = (), fold: int | None = None
+    path: Path,
+    patient: Mapping[str, str],
+    *,
+    slides: Collection[str] = (),
+    fold: int | None = None,
+    begun: bool | None = None,
 ) -> dict[str, str]:
     """Return the split by id, of the slides of ``patient``, that a file of one of the four kinds fixes.
 
@@ -184,33 +177,52 @@ def read_split_file(
         patient: patient of every slide of the run.
         slides: of the folder; the file may name those of them that the run cannot use.
         fold: of nnU-Net's list, from 0; may be left out where there is one.
+        begun: of the file in a run folder, whether the run has a checkpoint, and thus trains on no other slides than
+            before. Slides that only this file names are logged. None: a file of the user.
 
     Raises:
-        ValueError: the file cannot be read, is of none of these kinds, or has faults, all of them named: a slide in
-            two splits, slides that are not there or have no split, a patient on two sides, nothing to train on.
+        ValueError: the file cannot be read, is of none of these kinds, or has faults, all of them named: an unknown
+            split, a slide in two splits, slides that are not there or have no split (they are not guessed into one:
+            scores would no longer be those of the file's test set), a patient on two sides, nothing to train on.
     """
-    named = list(_of_folds(path, fold) if path.suffix.lower() == ".json" else _of_table(path, fold))
+    entries = _of_folds(path, fold) if path.suffix.lower() == ".json" else _of_table(path, fold)
     names = SlideNames({*slides, *patient})
     split: dict[str, str] = {}
     faults: list[str] = []
     unknown: dict[str, None] = {}
-    for name, part in named:
+    missing = set(patient)
+    for line, name, written in entries:
         slide = names.match(name) or names.match(name.removesuffix(".0"))  # a column with gaps is float to pandas
         if slide is None:
             unknown[name] = None
+            continue
+        missing.discard(slide)
+        part = SPELLINGS.get(written.casefold())
+        if part is None:
+            faults.append(f"{line}a split is train, val or test; got {written!r}")
         elif slide in patient and split.setdefault(slide, part) != part:
-            faults.append(f"slide {slide!r} is in {split[slide]} and in {part}; keep one")
-    missing = sorted(set(patient) - set(split))
-    if unknown:
+            faults.append(f"{line}slide {slide!r} is in {split[slide]} and in {part}; keep one")
+    if unknown and begun is None:
         faults.append(f"names of slides that are not there: {listed([*unknown])}; take them out, or add the slides")
     if missing:
-        faults.append(f"slides that it does not name: {listed(missing)}; put each into a split")
-    refuse_faults(f"--splits {path}", faults, split, patient)
+        remedies = {
+            None: "put each into a split",
+            False: "add a line for each, or delete the file to split anew",
+            True: "the run has a checkpoint without them: take them out, or begin another run with another --out",
+        }
+        faults.append(f"slides that it does not name: {listed(sorted(missing))}; {remedies[begun]}")
+    refuse_faults(f"split file {path}", faults, split, patient)
+    if unknown:
+        logger.warning("%s: left out, not among the slides of this run: %s", path, listed([*unknown]))
     return split
 
 
-def _of_folds(path: Path, fold: int | None) -> Iterator[tuple[str, str]]:
-    """Slide and split of each entry of one fold of nnU-Net's list."""
+Entry = tuple[str, str, str]
+"""Line for a message, where it helps, slide and split, as a file has them."""
+
+
+def _of_folds(path: Path, fold: int | None) -> Iterator[Entry]:
+    """Entries of one fold of nnU-Net's list."""
     try:
         folds: Any = json.loads(read_text(path))
     except (json.JSONDecodeError, RecursionError) as fault:
@@ -226,7 +238,7 @@ def _of_folds(path: Path, fold: int | None) -> Iterator[tuple[str, str]]:
         raise ValueError(f"--splits {path} has {len(folds)} folds, numbered from 0; got --fold {fold}")
     for part, slides in folds[fold or 0].items():
         for slide in slides:
-            yield printable(slide), part
+            yield "", printable(slide), part
 
 
 def _is_fold(value: Any) -> bool:
@@ -237,40 +249,32 @@ def _is_fold(value: Any) -> bool:
     )
 
 
-def _of_table(path: Path, fold: int | None) -> Iterator[tuple[str, str]]:
-    """Slide and split of each entry of a table of any of the three kinds."""
+def _of_table(path: Path, fold: int | None) -> Iterator[Entry]:
+    """Entries of a table of any of the three kinds."""
     if fold is not None:
         raise ValueError(f"--fold {fold} chooses one of the folds of a .json file; {path} has one split: leave it out")
     rows = [(line, [printable(cell.strip()) for cell in cells]) for line, cells in read_cells(path)]
     header = [name.casefold() for name in rows[0][1]]
     columns = {k: SPELLINGS[name] for k, name in enumerate(header) if name in SPELLINGS}
     if "train" not in columns.values() or "split" in header:
-        yield from _of_lines(path)
+        for values in read_table(path, ("slide", "split")).rows:
+            yield f"line {values.line}: ", original(values["slide"]), values["split"]
         return
     body = [(line, row + [""] * (len(header) - len(row))) for line, row in rows[1:] if any(row)]
     cells = {row[k].casefold() for _, row in body for k in columns}
     if cells <= TRUTHS.keys() and cells & {"true", "false"}:
         first = min(set(range(len(header))) - columns.keys(), default=None)
         if first is None:
-            raise ValueError(f"--splits {path}: a table of booleans names the slide in another column; got {header}")
+            raise ValueError(f"split file {path}: a table of booleans names the slide in another column; got {header}")
         for line, row in body:
             parts = [part for k, part in columns.items() if TRUTHS[row[k].casefold()]]
             if len(parts) != 1:
                 raise ValueError(
-                    f"--splits {path} line {line}: slide {row[first]!r} is in {len(parts)} splits, not in one"
+                    f"split file {path} line {line}: slide {row[first]!r} is in {len(parts)} splits, not in one"
                 )
-            yield original(row[first]), parts[0]
+            yield "", original(row[first]), parts[0]
         return
     for _, row in body:
         for k, part in columns.items():
             if row[k]:
-                yield original(row[k]), part
-
-
-def _of_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Slide and split of each line of a table with these two columns."""
-    for row in read_table(path, ("slide", "split")).rows:
-        part = SPELLINGS.get(row["split"].casefold())
-        if part is None:
-            raise ValueError(f"--splits {path} line {row.line}: a split is train, val or test; got {row['split']!r}")
-        yield original(row["slide"]), part
+                yield "", original(row[k]), part

@@ -1,8 +1,8 @@
 """Which slides train, which validate, which test: decided per patient, so that no patient is on two sides.
 
-Takes the patient and the label of every slide; gives the split of each, which a run writes to ``splits.csv`` and reads
-back when the file is there. Patients are shared out within each class (stratified) in an order drawn from the seed and
-the patient's name alone: the order of the slides does not matter, another slide of the same patient changes nothing.
+Takes the patient and the label of every slide; gives the split of each, which a run writes to ``splits.csv``. Patients
+are shared out within each class (stratified) in an order drawn from the seed and the patient's name alone: the order of
+the slides does not matter, another slide of the same patient changes nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from pipelines.catalog.catalog import SlideNames, SlideSpec
-from pipelines.catalog.table import listed, original, read_table, shown, write_rows
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.catalog.table import listed, shown, write_rows
 
 logger = logging.getLogger(__name__)
 
@@ -70,45 +70,6 @@ class Splits:
         with path.open("w", newline="", encoding="utf-8") as file:
             rows = ([slide, *(values.get(slide) for _, values in columns)] for slide in sorted(self.split))
             write_rows(file, [["slide", *(name for name, _ in columns)], *rows])
-
-
-def load_split(path: Path, patient: Mapping[str, str], *, begun: bool = False) -> dict[str, str]:
-    """Return the split by slide id of the file that a run wrote, or a user put in its place, with columns slide and
-    split: of exactly the slides of ``patient``, those of the run. Slides that only the file knows are logged.
-
-    Args:
-        begun: the run has a checkpoint, and trains on no other slides than before.
-
-    Raises:
-        ValueError: all faults of the file: an unknown split, a slide in two, a slide of the run that the file lacks (it
-            is not guessed into a split: scores would no longer be those of the file's test set), a patient on two
-            sides, no training slide.
-    """
-    faults: list[str] = []
-    split: dict[str, str] = {}
-    foreign: list[str] = []
-    missing = set(patient)
-    names = SlideNames(patient)
-    for row in read_table(path, ("slide", "split")).rows:
-        named = original(row["slide"])
-        slide = names.match(named)
-        if slide is None:
-            foreign.append(named)
-            continue
-        missing.discard(slide)
-        name = SPELLINGS.get(row["split"].casefold())
-        if name is None:
-            faults.append(f"line {row.line}: a split is train, val or test; got {row['split']!r}")
-        elif split.setdefault(slide, name) != name:
-            faults.append(f"line {row.line}: slide {slide!r} is in {split[slide]} and in {name}; keep one line")
-    if missing:
-        added = "the run has a checkpoint without them: take them out, or begin another run with another --out"
-        remedy = added if begun else "add a line for each, or delete the file to split anew"
-        faults.append(f"slides without a line: {listed(sorted(missing))}; {remedy}")
-    refuse_faults(f"split file {path}", faults, split, patient)
-    if foreign:
-        logger.warning("%s: left out, not among the slides of this run: %s", path, listed(foreign))
-    return split
 
 
 def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:

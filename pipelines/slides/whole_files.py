@@ -1,12 +1,17 @@
-"""Files that a reader sees as they were before or as a whole, whatever ends the writer in between."""
+"""Files that a reader sees as they were before or as a whole, whatever ends the writer in between; locks of files."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""Errors of ``flock`` on a file system without locks."""
 
 
 @contextlib.contextmanager
@@ -31,3 +36,18 @@ def write_text(path: Path, text: str) -> Path:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
     return path
+
+
+def lock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file as ``fcntl.flock`` does. Return False on a file system without locks, where nothing is locked.
+
+    Raises:
+        OSError: as of ``fcntl.flock``; BlockingIOError if ``operation`` does not wait.
+    """
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError as fault:
+        if fault.errno not in NO_LOCKS:
+            raise
+        return False
+    return True

@@ -10,9 +10,8 @@ import torch
 
 from app import doctor as host_check
 from app.checks import slides as slide_check
-from app.checks.slides import check_backends, check_slide, check_slides
+from app.checks.slides import check_libraries, check_slide, check_slides
 from app.doctor import check_run_folder, check_versions, main
-from pipelines.backends.registry import BACKENDS
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.slide import SlideError
 from tests.helpers.dying_slide import DyingSpec
@@ -26,15 +25,6 @@ def states(findings):
 
 def found(findings, name):
     return next(finding.text for finding in findings if finding.name == name)
-
-
-def test_every_backend_reads_its_sample_or_is_a_fault(tmp_path, monkeypatch):
-    assert states(check_backends()) == dict.fromkeys(BACKENDS, "ok")
-    samples = slide_check.write_samples(tmp_path)
-    assert slide_check._sample_fault(("tiled", samples["tiled"])) == ""
-    assert slide_check._sample_fault(("zarr", samples["tiled"])).startswith("SlideError: ")
-    monkeypatch.setattr(slide_check, "sample_picture", lambda: 0)
-    assert "pixels differ" in slide_check._sample_fault(("tiled", samples["tiled"]))
 
 
 def test_a_damaged_tile_is_found(tmp_path):
@@ -111,6 +101,13 @@ def test_missing_packages_are_named(monkeypatch):
     findings = list(check_versions(environment | {"openslide_library": None}))
     assert found(findings, "missing") == "no-such: pip install no-such"
     assert states(findings)["openslide"] == "FAULT"
+
+
+def test_slide_libraries_that_cannot_be_imported_are_named(monkeypatch):
+    monkeypatch.setattr(slide_check, "LIBRARIES", ("zarr", "no_such_library"))
+    findings = list(check_libraries())
+    assert states(findings) == {"zarr": "ok", "no_such_library": "FAULT"}
+    assert found(findings, "no_such_library").startswith("ModuleNotFoundError: No module named 'no_such_library'; ")
 
 
 def test_without_mpi_the_extra_is_named(monkeypatch):

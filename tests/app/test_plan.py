@@ -48,7 +48,7 @@ def test_a_plan(plan, tmp_path):
     assert "<- plan" in printed
     members = [eval((row["grid"] or "1x1").replace("x", "*")) for row in rows]
     assert all(len(row["peak_memory_bytes"]) == row["depth"] * n for row, n in zip(rows, members, strict=True))
-    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
+    assert (tmp_path / "graph.dot").read_text().startswith("digraph model {")
     assert "layer1" in (tmp_path / "graph.txt").read_text()
 
 

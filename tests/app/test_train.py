@@ -87,7 +87,7 @@ def test_a_signal_ends_a_run_whose_slides_are_still_prepared(classify_slides, tr
 
 
 def test_segmentation_end_to_end(segment_slides, train, tmp_path):
-    model = ("--model", SEGMENTER, "--class-weights", "balanced", "--sample", "pixels")
+    model = ("--model", SEGMENTER, "--sample", "pixels")
     train("--slides", segment_slides, *QUICK, *model, "--steps", "4", "--out", tmp_path / "run")
     summary = summary_of(tmp_path / "run")
     assert (summary["task"], summary["classes"]) == ("segment", ["background", "gland"])

@@ -1,10 +1,15 @@
-"""Small graphs, by hand or drawn by hypothesis."""
+"""Graphs: small ones, by hand or drawn by hypothesis, and those of models by name."""
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from hypothesis import strategies as st
 
+from models.registry import build_model
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.trace.trace import trace
 
 
 def graph_of(*inputs: tuple[int, ...], weights: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> LayerGraph:
@@ -33,3 +38,11 @@ def graphs(draw: st.DrawFn) -> LayerGraph:
         if not any(k in used for used in uses):
             uses[draw(st.integers(k, count - 1))].add(k)
     return graph_of(*(tuple(sorted(used)) for used in uses))
+
+
+@functools.cache
+def traced(name: str) -> LayerGraph:
+    """Layers of a model for a microbatch of one tile of 512 px; no memory is taken."""
+    with torch.device("meta"):
+        model = build_model(name, classes=2)
+    return trace(model, (1, 3, 512, 512)).graph

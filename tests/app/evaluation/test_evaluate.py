@@ -77,6 +77,7 @@ def test_annotations_have_the_class_map_of_the_run(folders, tmp_path):
     (tmp_path / "truth" / "classes.txt").write_text("1 Dark\n2 blurred\n3 DARK\n")
     mask = cv2.imread(str(folders / "truth" / "s1.png"), cv2.IMREAD_UNCHANGED)
     mask[40:] *= 2  # what is not dark
+    mask[0, 0] = 3
     cv2.imwrite(str(tmp_path / "truth" / "s1.png"), mask)
     done = call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", tmp_path / "truth", code=0)
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["dice"] == {"dark": 1.0}
@@ -101,14 +102,17 @@ def test_far_from_the_corner_the_truth_lies_where_it_was_drawn(tmp_path):
 
 
 def test_classes_that_nobody_annotated_do_not_shift_the_others(folders, tmp_path):
+    """One that ``classes.txt`` names was scored, and had a Dice of 0."""
     shutil.copytree(folders / "out", tmp_path / "out")
+    shutil.copytree(folders / "truth", tmp_path / "truth")
+    (tmp_path / "truth" / "classes.txt").write_text("1 dark\n2 pale\n")
     made_with = json.loads((folders / "out" / "predict.json").read_text())
     made_with |= {"classes": ["background", "pale", "dark"], "shown": ["pale", "dark"], "positive_class": None}
     (tmp_path / "out" / "predict.json").write_text(json.dumps(made_with))
     for k in range(4):
         mask = str(PredictionFolder(tmp_path / "out").file("masks", f"s{k}"))
         cv2.imwrite(mask, 2 * cv2.imread(mask, cv2.IMREAD_UNCHANGED))
-    done = call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", folders / "truth", code=0)
+    done = call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", tmp_path / "truth", code=0)
     figures = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert figures["dice"] == {"dark": pytest.approx((1 + 2 / 3 + 1 + 1) / 4)}
     assert "predicted classes that no annotation has are not scored: pale" in done.stdout
@@ -132,3 +136,15 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
     labels.write_text("slide,label\ns0,tumour\ns1,dark\n")
     refused = call("app.evaluate", "--predictions", folders / "out", "--labels", labels, code=2)
     assert "'tumour' is no class of the model (background, dark)" in refused.stderr
+
+
+def test_labels_that_are_no_classes_give_patients_alone_next_to_annotations(folders, tmp_path, monkeypatch):
+    """CAMELYON17 has ``negative`` and ``macro``; training took such a table, and the evaluation refused it."""
+    monkeypatch.setattr(classification, "RESAMPLES", 20)
+    labels = tmp_path / "labels.csv"
+    labels.write_text("slide,label,patient\ns0,negative,p\ns1,macro,p\ns2,macro,q\ns3,,q\n")
+    words = ("--predictions", folders / "out", "--labels", labels, "--annotations", folders / "truth")
+    done = call("app.evaluate", *words, "--out", tmp_path, code=0)
+    figures = json.loads((tmp_path / "evaluation.json").read_text())
+    assert "no label is a class of the model (background, dark); only its patients are used" in done.stdout
+    assert (figures["patients_unknown"], figures["annotated_slides"], "slides" in figures) == ([], 4, False)

@@ -161,6 +161,14 @@ def test_patients_of_two_classes_without_names_need_the_positive_one(tmp_path):
     assert evaluate(tmp_path, "--positive-class", "lusc")[1]["patients"] == 4
 
 
+def test_auprc_without_a_positive_class_is_said_to_be_a_mean(tmp_path):
+    write_predictions(tmp_path, {"test": 8}, ("luad", "lusc"), positive=None)
+    note = "AUPRC is the mean of both classes: give --positive-class luad or --positive-class lusc"
+    assert note in evaluate(tmp_path)[0].stdout
+    assert note in (tmp_path / "report.html").read_text()
+    assert note not in evaluate(tmp_path, "--positive-class", "lusc")[0].stdout
+
+
 def test_few_tiles_are_held():
     tiles = [[((7 * k + 3 * s) % 101 / 101, f"s{s}", k, 0, "a") for k in range(30)] for s in range(20)]
     held = []

@@ -1,7 +1,5 @@
 """One run in a folder at a time: who is there is named, and who is gone keeps nobody out."""
 
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -43,14 +41,6 @@ def other(tmp_path):
     yield process
     process.kill()
     process.communicate()
-
-
-@pytest.fixture
-def without_locks(monkeypatch):
-    def flock(descriptor, operation):
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
 
 
 def left_behind(folder):

@@ -196,6 +196,18 @@ def test_gpus_that_ranks_share_or_do_not_see_are_told_once(rank, units, seen, sa
     assert [record.getMessage()[: len(said)] for record in caplog.records] == [said] * bool(said)
 
 
+def test_a_host_without_a_gpu_is_named_where_others_have_one(monkeypatch):
+    """Under ``--device auto`` it trained in fp32 on its CPU, and the others waited for it."""
+    be_rank(monkeypatch, 0, 2)
+    kinds = [RankKind(host, "cuda", unit) for host in ("a boot", "c boot") for unit in "01"]
+    kinds[2:2] = [RankKind("b boot", "cpu")] * 2
+    joined = SimpleNamespace(rank=0, kinds=kinds)
+    monkeypatch.setattr(torch_comm, "TorchCommunicator", lambda *_: joined)
+    settings, launch = StrategySettings("ddp", ranks=6), find_launch()
+    with pytest.raises(CommunicationError, match=r"no usable GPU was found on b \(ranks 2, 3\), .*--device cpu"):
+        module._join(settings, torch.device("cuda", 0), launch)
+
+
 def test_one_rank_of_a_host_warns_that_mpirun_may_bind_them(monkeypatch, caplog):
     def start_mpi(*_):
         raise CommunicationError("not here")

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from app.settings.launcher import Attempts, Launcher, describe_restart, find_lau
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from app.training.run_folder import RunFolder
-from tests.app.conftest import QUICK, begin_train, losses_of, rank_process, rows_of, same_weights, summary_of
+from tests.app.conftest import QUICK, ROOT, begin_train, losses_of, rank_process, rows_of, same_weights, summary_of
 from tests.helpers.forked import run_ranks
 
 NO_SIDES = SimpleNamespace(sides=None)
@@ -62,6 +63,50 @@ def test_starters_are_found():
     assert find_launcher({"SLURM_JOB_ID": "33"}) == Launcher(job="33")
     array = {"SLURM_JOB_ID": "35", "SLURM_ARRAY_JOB_ID": "33", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "1"}
     assert find_launcher(array) == Launcher(job="33_2", requeued=True)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_CPUS_ON_NODE": "1",
+    "SLURM_CPUS_PER_TASK": "1",
+}
+SAVE = 'if [ -n "$SAVES" ]; then sleep 0.05; mkdir -p "$RUN/checkpoints"; touch "$RUN/checkpoints/last.pt"; fi'
+
+
+@pytest.fixture
+def run_killed(tmp_path):
+    """Runs a batch script whose ranks are killed, with an srun and an scontrol that print how they are called."""
+    for name, then in (("srun", f"{SAVE}\nexit 137"), ("scontrol", "")):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n{then}\n')
+        (tmp_path / name).chmod(0o755)
+
+    def run(script, restarts=0, saves=False):
+        own = {"RUN": str(tmp_path / "run"), "SLURM_RESTART_COUNT": str(restarts), "SAVES": "1" * saves}
+        environment = SLURM | own | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        command = ["bash", ROOT / "configs" / "slurm" / script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stderr) == (137, "")
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("script", ["hybrid.sbatch", "preemptible.sbatch"])
+def test_ranks_that_srun_starts_use_no_mpi(script, run_killed):
+    """Where MPI is the default of the cluster, they tried to."""
+    assert "srun --mpi=none " in run_killed(script)
+
+
+@pytest.mark.process
+def test_a_killed_job_is_requeued_three_times_without_a_new_checkpoint(run_killed):
+    """Requeues after which a checkpoint was written were counted, too."""
+    saves = [False, False, True, False, False, False, False]
+    printed = [run_killed("preemptible.sbatch", restarts, each) for restarts, each in enumerate(saves)]
+    assert ["scontrol requeue 7" in text for text in printed] == [True] * 6 + [False]
+    assert "scontrol requeue 7" in run_killed("preemptible.sbatch"), "a new job begins anew"
 
 
 def test_a_restart_is_told_with_the_work_that_is_lost():

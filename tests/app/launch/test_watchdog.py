@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -249,6 +250,13 @@ def test_a_rank_on_the_cpu_records_no_events(gpu):
     assert gpu.recorded == 0
     Watchdog(0, stuck_s=60, device=torch.device("cuda", 0)).at(1)
     assert gpu.recorded == 1
+
+
+def test_a_relative_fault_file_is_the_same_for_the_watchdog(tmp_path, monkeypatch):
+    """Its process runs in the folder of the code, where it looked for another file."""
+    monkeypatch.chdir(tmp_path)
+    watchdog = Watchdog(0, stuck_s=60, fault_file=Path("run/fault.txt"))
+    assert watchdog._settings["fault_file"] == str(Path.cwd() / "run" / "fault.txt")
 
 
 def test_the_thread_ends_with_the_gpu(gpu, monkeypatch):

@@ -56,6 +56,16 @@ def test_a_task_and_a_model_that_is_unknown():
         Workload("resnet5O", 64, CLASSES).task(4, lambda _: lambda tiles: COSTS)
 
 
+def drop_rates(classes: int) -> torch.nn.Module:
+    rate = float(torch.linspace(0, 0.2, 3).numpy()[1])
+    return torch.nn.Sequential(torch.nn.Conv2d(3, classes, 3), torch.nn.Dropout(rate))
+
+
+def test_a_factory_that_turns_numbers_into_an_array_is_planned():
+    net = Workload("tests.app.planning.test_regions:drop_rates", 64, CLASSES).build()
+    assert net[1].p == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     ("model", "autocast"),
     [

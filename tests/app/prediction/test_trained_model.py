@@ -10,13 +10,15 @@ import torch
 
 from app import predict as predict_module
 from app.checkpoint.file import load_checkpoint, save_checkpoint
-from app.prediction import share
+from app.prediction import prediction_folder, share
 from app.prediction.command import PredictCommand
 from app.prediction.prediction_folder import PredictionFolder, file_names
 from app.prediction.trained_model import TrainedModel
 from app.settings.cli import RunError
 from parallel.schedule.mesh import Mesh
 from pipelines.catalog.handles import SlideState
+from pipelines.slides.whole_files import write_text
+from tests.app.conftest import rows_of
 from tests.helpers.hand_made_checkpoint import CLASSIFIER, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -55,7 +57,13 @@ def test_a_run_in_tf32_is_predicted_in_float32_without_a_gpu(tmp_path):
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def test_each_slide_has_its_split_and_patient(tmp_path):
+def test_a_missing_checkpoint_names_the_last_one_too(tmp_path):
+    """A run without validation has no best.pt, which the message asked for."""
+    with pytest.raises(ValueError, match=r"best\.pt: there is no such file; .* or last\.pt of a run without"):
+        TrainedModel(tmp_path / "best.pt", None, CPU)
+
+
+def test_each_slide_has_its_split_and_patient(tmp_path, capsys):
     (tmp_path / "a.png").write_bytes(b"a slide")
     own, new = SlideState.of(tmp_path / "a.png"), SlideState(0, 0, "new")
     known = {
@@ -65,6 +73,7 @@ def test_each_slide_has_its_split_and_patient(tmp_path):
     }
     asked = {"tile": 96, "mpp": 0.5, "slides": known, "patient_pattern": "^(p.)_"}
     model = TrainedModel(write_checkpoint(tmp_path / "a.pt", CLASSIFIER, **asked), CLASSIFIER, CPU)
+    folder = PredictionFolder(tmp_path / "out")
     for name, state, origin in (
         ("renamed", SlideState(0, 0, "1"), ("test", "p1")),
         ("a", own, ("train", None)),
@@ -72,7 +81,11 @@ def test_each_slide_has_its_split_and_patient(tmp_path):
         ("p1_new", new, ("test", "p1")),  # another slide of a patient of the run
         ("p2_new", new, ("external", "p2")),
     ):
-        assert tuple(model.origin(name, state).values()) == origin
+        found = model.origin(name, state)
+        assert tuple(found.values()) == origin
+        folder.finish({"slide": name, **found}, state, {}, {})
+    share._say_predictions(model, folder)
+    assert "1 slide not of the run, in the split of a patient of the same name: test 1; if" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -186,3 +199,18 @@ def test_wrong_usage_that_only_a_rank_finds_is_wrong_usage(code, error, tmp_path
     command = PredictCommand(tmp_path, tmp_path / "best.pt", tmp_path / "out", ranks=2)
     with pytest.raises(error, match=f"a rank ended with exit code {code}; its message stands above"):
         predict_module.predict(command, [])
+
+
+def test_the_table_has_a_slide_that_another_rank_finishes_meanwhile(tmp_path, monkeypatch):
+    """Also on a disk without locks."""
+    folder = PredictionFolder(tmp_path)
+    finish = lambda slide: folder.finish({"slide": slide}, SlideState(0, 0, slide), {}, {})  # noqa: E731
+
+    def write_late(path, text):
+        finish("b")
+        return write_text(path, text)
+
+    monkeypatch.setattr(prediction_folder, "write_text", write_late)
+    finish("a")
+    folder.write_table()
+    assert [row["slide"] for row in rows_of(folder.table)] == ["a", "b"]

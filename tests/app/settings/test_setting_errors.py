@@ -262,6 +262,9 @@ RUN_FAULTS = [
     ({"patient_pattern": "("}, ("--patient-pattern is a regular expression",)),
     ({"folds": 5, "fold": 0, "validation": 0.3}, ("--folds says what validates: leave out --validation 0.3",)),
     ({"class_map": ("a",), "tile_label": "most"}, ("--class-map", "--tile-label")),
+    ({"class_weights": "balanced", "sample": "slide"}, ()),
+    ({"class_weights": "balanced", "sample": "class"}, ("--sample class both balance classes: leave one out",)),
+    ({"class_weights": "balanced", "sample": "pixels"}, ("--sample pixels both balance classes",)),
 ]
 
 

@@ -16,7 +16,7 @@ from app.settings.optimization import ModelSettings, OptimizerSettings
 from app.settings.run import DataSettings, RunConfig, StreamSettings
 from app.training.dataset import class_counts
 from app.training.engines import build_engine, build_optimizer
-from app.training.model import build_run_model
+from app.training.model import build_loss, build_run_model
 from app.training.session import Session
 from app.training.steps import BagSteps
 from models.heads import BagGradient, BagLoss, bag_logits, put_bag_head
@@ -261,11 +261,20 @@ def test_weights_with_and_without_attention_scores_are_loaded(tmp_path):
     assert all(torch.equal(without[key], in_bags[key]) for key in plain if not key.startswith("head.fc."))
 
 
-def test_classes_of_bags_are_counted_by_slide():
+def test_classes_of_bags_and_of_slides_drawn_equally_often_are_counted_by_slide(caplog):
+    """With ``--sample slide`` classes of large slides were once weighed down by their tiles."""
     tiles = SimpleNamespace(slides=("a", "b", "c"), slide=np.array([0] * 90 + [1] * 5 + [2] * 5))
     labels = {"a": 0, "b": 1, "c": 1}
     dataset = SimpleNamespace(
-        tiles=tiles, slide_labels=labels, classes=("x", "y"), tile_labels=np.repeat([0, 1], [90, 10])
+        task="classify", tiles=tiles, slide_labels=labels, classes=("x", "y"), tile_labels=np.repeat([0, 1], [90, 10])
     )
     assert class_counts(dataset, np.arange(100)).tolist() == [90, 10]
     assert class_counts(dataset, np.arange(100), of_slides=True).tolist() == [1, 2]
+    settings, communicator = OptimizerSettings(class_weights="balanced"), LocalCommunicator()
+    with caplog.at_level("INFO"):
+        loss = build_loss(settings, dataset, np.arange(100), communicator, by_slide=True)
+    assert loss.class_weights.tolist() == [1.5, 0.75]
+    assert "--class-weights balanced: x 1.5, y 0.75" in caplog.text
+    dataset.slide_labels = {}  # classes are drawn on tiles
+    loss = build_loss(settings, dataset, np.arange(100), communicator, by_slide=True)
+    assert loss.class_weights.tolist() == pytest.approx([100 / 180, 5])

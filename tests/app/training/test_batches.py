@@ -1,5 +1,6 @@
 """Who reads what: pixels and targets on different ranks, of the same tiles, and files that one rank cannot read."""
 
+import contextlib
 import dataclasses
 import importlib
 import io
@@ -12,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from app.training.dataset import prepare
 from app.training.model import build_loss
 from app.training.run_folder import RunFolder
 from app.training.share import share, take
+from app.training.steps import TrainLoader
 from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.step import NeededInputs
 from parallel.schedule.shares import split_batch
@@ -84,6 +87,27 @@ def test_a_rank_reads_the_microbatches_it_wants():
     assert [part.shape for part in parts] == [(size, 3, TILE, TILE) for size in (2, 2, 1)]
     group = RankReading(recorded(), 7, split_batch(7, 4)[2:], [BOTH, BOTH]).sharded(stream_of())
     assert group.rows == (4, 5, 6), "its own part of the batch"
+
+
+@pytest.mark.parametrize(("group", "ranges"), [(0, [range(2)]), (1, [range(2, 4), range(4, 6)])])
+def test_new_shares_are_those_of_validation_too(group, ranges):
+    """A slow rank had half of the validation tiles, however few it had of training."""
+    engine = SimpleNamespace(share=(0, 1), wants=lambda i: BOTH, predict_wants=BOTH)
+    engine.reshare = lambda shares: setattr(engine, "share", shares[group])
+    tiles = split_batch(6, 3)
+    reading = RankReading(recorded(), 6, tiles[:2], [BOTH] * 2)
+    session = SimpleNamespace(
+        engine=engine,
+        ranges=tiles,
+        reading=reading,
+        validation_reading=reading,
+        stream=reading.sharded(stream_of()),
+        feed=lambda batches, *_: feed_of(batches),
+    )
+    with contextlib.closing(TrainLoader(session, contextlib.nullcontext, None)) as loader:
+        loader.reshare(((0,), (1, 2)), 0)
+    assert session.validation_reading.ranges == ranges
+    assert len(session.validation_reading.wants) == len(ranges)
 
 
 def test_labels_follow_the_tile_that_was_read_on_the_rank_with_the_pixels():

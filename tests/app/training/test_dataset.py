@@ -1,19 +1,20 @@
 """A run prepares its split, tiles whose class is drawn on them, and the slides of a prediction."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from app.settings.run import DataSettings, RunConfig, SplitSettings
-from app.training.dataset import prepare
+from app.training.dataset import class_counts, prepare
 from app.training.run_folder import RunFolder
 from app.training.run_slides import choose_splits, predicted_slides
 from pipelines.catalog.catalog import find_slides
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import FailedSlides
+from pipelines.labels.folds import read_split_file
 from pipelines.labels.slide_labels import SlideLabels
-from pipelines.labels.splits import load_split
 from pipelines.tiles.tiling import IndexSettings
 from tests.app.conftest import rows_of
 from tests.helpers.drawings import box, write_geojson
@@ -39,7 +40,7 @@ def test_folds_and_sites_are_told_and_saved(tmp_path):
     assert sorted(slide for run in runs for slide in slides_in(run.split, "val")) == sorted(SLIDES)
     assert said[0].endswith("patients in more than one split: 0; sites in more than one split: 0")
     saved = tmp_path / "0" / "splits.csv"
-    assert load_split(saved, runs[0].patient) == runs[0].split
+    assert read_split_file(saved, runs[0].patient) == runs[0].split
     assert {row["slide"]: (row["site"], int(row["label"])) for row in rows_of(saved)} == {
         slide: (f"site{i // 3}", i % 2) for i, slide in enumerate(SLIDES)
     }
@@ -53,7 +54,7 @@ def test_slides_added_to_a_run_with_a_checkpoint_are_to_be_taken_out(tmp_path):
     folder = RunFolder(tmp_path)
     *lines, added = folder.splits.read_text().splitlines(keepends=True)
     folder.splits.write_text("".join(lines))
-    without = f"slides without a line: {added.partition(',')[0]}; "
+    without = f"slides that it does not name: {added.partition(',')[0]}; "
     with pytest.raises(ValueError, match=f"{without}add a line for each"):
         chosen(tmp_path)
     folder.last.parent.mkdir()
@@ -103,8 +104,8 @@ def test_fractions_beside_folders_called_like_splits_are_refused(tmp_path):
     assert chosen(tmp_path / "benchmark", given=both, validation=0).split == both
 
 
-def prepared(slides, out, said, *, tile=128, **data):
-    config = RunConfig(DataSettings(slides, **data), IndexSettings(tile=tile), out=out)
+def prepared(slides, out, said, *, tile=128, splits=None, **data):
+    config = RunConfig(DataSettings(slides, **data), IndexSettings(tile=tile), SplitSettings(splits=splits), out=out)
     return prepare(config, RunFolder(out), lambda line: said.append(str(line)))
 
 
@@ -187,6 +188,31 @@ def test_an_annotation_off_its_slide_costs_that_slide(segment_slides, tmp_path, 
     assert (slide, step) == (off, "annotation")
     assert "completely outside" in error
     assert f"{off} is left out" in caplog.text
+
+
+@pytest.mark.parametrize(("task", "unit"), [("segment", "slide"), ("classify", "tile")])
+def test_classes_that_are_not_trained_or_not_scored_are_named(segment_slides, tmp_path, caplog, task, unit):
+    """The model had an output for such a class without a word, or with its number alone."""
+    parts = {spec.slide_id: ("val", "train")[k % 2] for k, spec in enumerate(find_slides(segment_slides))}
+    for slide, part in parts.items():
+        name = "Rare" if part == "val" else "Tumor"
+        write_geojson(tmp_path / "drawn" / f"{slide}.geojson", box(0, 0, HALF, 2 * HALF, name))
+    splits = tmp_path / "splits.csv"
+    splits.write_text("\n".join(["slide,split", *(f"{slide},{part}" for slide, part in parts.items())]))
+    data = {"annotations": tmp_path / "drawn", "task": task}
+    prepared(segment_slides, tmp_path / "run", [], tile=256, splits=splits, **data)
+    assert f"no training {unit} shows Rare: not learned in this run; move" in caplog.text
+    assert f"no validation {unit} shows Tumor: scores of this run" in caplog.text
+
+
+def test_pixels_of_a_class_that_a_sample_of_tiles_lacks_are_counted_on_all(monkeypatch, caplog):
+    """Such a class had weight 0, and was never learned."""
+    areas = np.zeros((1000, 3), np.int64)
+    areas[:, 0], areas[1, 1] = 9, 4
+    monkeypatch.setattr("app.training.dataset.class_areas", lambda dataset, rows: (areas[rows], 0))
+    dataset = SimpleNamespace(tile_labels=None, classes=("background", "rare", "absent"))
+    assert class_counts(dataset, np.arange(1000)).tolist() == [9000, 4, 0]
+    assert "no training tile has absent on its grid of 64 points" in caplog.text
 
 
 @pytest.mark.parametrize(

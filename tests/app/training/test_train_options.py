@@ -11,11 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from app.prediction.trained_model import TrainedModel
-from app.settings.optimization import OptimizerSettings
+from app.settings.optimization import ModelSettings, OptimizerSettings
+from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from app.train import main
 from app.training.engines import build_engine, build_optimizer
 from app.training.loop import TrainingLoop
+from app.training.model import build_run_model
+from models.registry import CENTRED, build_model
+from models.weights import IMAGENET
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import NonFiniteLoss
 from pipelines.catalog.catalog import find_slides
@@ -96,6 +100,24 @@ def test_a_name_with_a_tag_trains_from_its_weights_and_predicts_with_their_norma
     model = TrainedModel(run / "checkpoints" / "last.pt", None, torch.device("cpu"))
     white = model.computation._input(np.full((1, 8, 8, 3), 255, np.uint8), None)
     assert torch.equal(white, torch.ones(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "normalisation", "whose"),
+    [
+        ("timm:test_resnet", CENTRED, "timm's weights of timm:test_resnet"),
+        ("unet:test_resnet", CENTRED, "timm's weights of unet:test_resnet"),
+        ("resnet18", IMAGENET, "most weights of ImageNet"),
+    ],
+)
+def test_a_file_without_a_normalisation_has_that_of_its_model(name, normalisation, whose, tmp_path):
+    """All files were taken for those of ImageNet, also where the model's own weights are not."""
+    torch.save(build_model(name, classes=2).state_dict(), tmp_path / "w.pt")
+    config = RunConfig(DataSettings(tmp_path), net=ModelSettings(name, weights=str(tmp_path / "w.pt")))
+    _, model = build_run_model(config, 2, (1, 3, 64, 64))
+    assert model.normalisation == normalisation
+    (note,) = (note for note in model.notes if note.startswith("images are normalised"))
+    assert f"as {whose} expect ({tmp_path / 'w.pt'} does not say): mean {normalisation[0][0]:g}, " in note
 
 
 def test_frozen_norms_without_weights_are_warned_of(classify_slides, train, tmp_path):

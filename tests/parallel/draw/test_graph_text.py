@@ -16,8 +16,7 @@ from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph, Op
 from parallel.graph.partition import Partition, partition_at, values_across
 from parallel.units import bytes_text, flops_text, seconds_text
-from tests.helpers.drawn_graphs import graphs
-from tests.helpers.graph_pictures import traced
+from tests.helpers.drawn_graphs import graphs, traced
 from tests.helpers.lanes import long_where
 
 
@@ -107,7 +106,7 @@ def test_nodes_edges_and_stages_agree(level: Level) -> None:
         assert stage["saved_bytes"] <= sum(node["saved_bytes"] for node in held)
         assert stage["forward_s"] == pytest.approx(1e-3 * len(partition.layers_of(stage["stage"])))
         assert stage["backward_s"] is None
-        # What edges of the picture carry from stage to stage is what the partition sends.
+        # What edges carry from stage to stage is what the partition sends.
         for sent in stage["sends"]:
             ends = stage["stage"], sent["target"]
             edges = [e for e in data["edges"] if (nodes[e["source"]]["stage"], nodes[e["target"]]["stage"]) == ends]

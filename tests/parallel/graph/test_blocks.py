@@ -14,7 +14,7 @@ from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import equal_cost
 from parallel.trace.trace import trace
 from tests.helpers.branched_nets import Inception, Segmenter, google
-from tests.helpers.graph_pictures import traced
+from tests.helpers.drawn_graphs import traced
 from tests.helpers.lanes import long_where
 
 

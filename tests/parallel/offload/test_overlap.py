@@ -78,6 +78,14 @@ def test_small_tensors_and_small_parts_of_large_storages_are_left() -> None:
     assert kept[1].unpack().data_ptr() == large.data_ptr()
 
 
+def test_conjugate_and_negative_views_come_back_as_they_were() -> None:
+    saves, _ = offload()
+    whole = torch.full((NUMBERS,), 1 + 2j)
+    packed = [saves.pack(view) for view in (whole, whole.conj(), whole.conj().imag)]
+    assert len(saves.storages) == 1
+    assert [packed[k].unpack()[0].item() for k in range(3)] == [1 + 2j, 1 - 2j, -2]
+
+
 def test_what_the_host_has_no_room_for_stays() -> None:
     saves, meter = offload(budget=2 * buffer_bytes(KIB))
     packed = [saves.pack(tensor) for tensor in tensors(4)]

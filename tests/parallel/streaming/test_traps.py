@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import drop_block2d
 
 from benchmarks.in_boxes import planned_regions, streamed
 from models.blocks import FrozenBatchNorm2d
@@ -265,6 +266,9 @@ MIDDLES: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     "assigned parts": (assigned, True),
     "divided parts": (divided, True),
     "parts of a new tensor": (canvas, True),
+    "an activation as a function in place": (lambda m, y: F.leaky_relu_(m.second(y), 0.3), False),
+    "a function that is off": (lambda m, y: drop_block2d(m.act(y), 0.3, 3, training=False), False),
+    "an unknown function in place": (lambda m, y: drop_block2d(m.second(y), 0.3, 3, True, 1e-6, m.training), True),
 }
 """What is between two convolutions, and whether boxes end there."""
 
@@ -272,7 +276,7 @@ MIDDLES: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("middle", MIDDLES)
 def test_what_counts_draws_or_changes_does_so_once(middle: str) -> None:
     """Boxes computed gates again in the backward pass: batch norm counted twice, dropout drew other numbers, and
-    gradients were a quarter off. They left assignments out."""
+    gradients were a quarter off. They left assignments, and functions that change their argument, out."""
     torch.manual_seed(0)
     compute, ends = MIDDLES[middle]
     net = Made(

@@ -294,6 +294,11 @@ def test_a_rotten_ledger_is_counted_anew(text, tmp_path):
         assert (cache.counts.stored, cache.full) == (8, "")
 
 
+@pytest.mark.usefixtures("without_locks")
+def test_a_disk_without_locks_holds_a_cache(tmp_path):
+    filled(tmp_path, 8)
+
+
 def test_other_threads_read_while_the_folder_is_listed(tmp_path, monkeypatch):
     filled(tmp_path, 8)
     cache, listing, go_on = TileCache(tmp_path, BOUND, KIND), threading.Event(), threading.Event()

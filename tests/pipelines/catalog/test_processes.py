@@ -163,3 +163,11 @@ def test_threads_that_meet_the_same_failure_write_it_once(failed, monkeypatch):
         new = list(pool.map(lambda _: failed.add_once("a", "read", "damaged"), range(2)))
     assert sorted(new) == [False, True]
     assert failed.rows() == [("a", "read", "damaged")]
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_failures_are_recorded_on_a_disk_without_locks(failed):
+    for slide in "abc":
+        failed.add(slide, "open", "bad")
+    failed.remove(["b"])
+    assert failed.rows() == [("a", "open", "bad"), ("c", "open", "bad")]

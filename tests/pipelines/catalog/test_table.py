@@ -14,7 +14,8 @@ from app.training.metrics_log import MetricsLog
 from app.training.run_folder import RunFolder
 from app.training.validation import Scores
 from pipelines.catalog.table import ALIASES, FailedSlides, as_text, listed, original, read_rows, read_table, write_rows
-from pipelines.labels.splits import Splits, load_split
+from pipelines.labels.folds import read_split_file
+from pipelines.labels.splits import Splits
 from pipelines.slides.slide import printable
 
 
@@ -125,7 +126,7 @@ def test_every_file_of_a_run(tmp_path):
     failed.remove(["another"])
     assert failed.rows() == [(name, "open", "@SUM(1)")]
     Splits({name: "train", "b": "val"}, {name: "+patient", "b": "b"}, {name: 0, "b": 1}).save(folder.splits)
-    assert load_split(folder.splits, {name: "p", "b": "b"})[name] == "train"
+    assert read_split_file(folder.splits, {name: "p", "b": "b"})[name] == "train"
     with closing(MetricsLog(folder, 0, (name, "-b"))) as log:
         log.validation(1, Scores({"loss": -0.5}, [{"slide": name, "label": "-b", "tiles": 1, "score_-b": -0.5}]))
     assert _rows(folder.predictions)[0] == {"slide": name, "label": "-b", "tiles": "1", "score_-b": "-0.5"}

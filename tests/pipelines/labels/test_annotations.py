@@ -127,6 +127,7 @@ def test_masks_and_geojson_together(tmp_path):
     assert found.classes == ("background", "tumour", "stroma", "fat")
     masks = [mask_of(found, name, blank_slide(2, 2), Region(0, 0, 2, 2, 0.5)).tolist() for name in "ab"]
     assert masks == [[[0, 1], [2, 255]], [[2, 3], [0, 0]]]
+    assert found.visible == {"a": {"tumour", "stroma"}, "b": {"stroma", "fat"}}
 
 
 @pytest.mark.parametrize(
@@ -159,14 +160,18 @@ def test_masks_mean_the_same_to_a_model_as_in_its_training(values, entry, ids, t
     assert trained.mask_ids == scored.mask_ids == ids
 
 
-def test_a_class_that_is_1_in_one_mask_and_255_in_another(tmp_path):
+@pytest.mark.parametrize("ids", [[0, 1], [0, 1, 2]])
+def test_a_class_that_is_an_id_in_one_mask_and_255_in_another(ids, tmp_path):
     """255 was ignored, so that the class of some slides was lost without a word."""
-    write_png(tmp_path / "a.png", [[0, 1]])
+    write_png(tmp_path / "a.png", [ids])
     write_png(tmp_path / "b.png", [[0, 255]])
-    with pytest.raises(ValueError, match=r"b\.png has 255 and no 1, .*a\.png has 1 and no 255.*`1 foreground` into"):
+    with pytest.raises(ValueError, match=r"besides 0 in 1 mask \(.*b\.png\), and .* as .*a\.png\. .*`1 foreground`"):
         annotations_in(tmp_path, "a", "b")
-    (tmp_path / "classes.txt").write_text("1 foreground\n")
-    assert annotations_in(tmp_path, "a", "b").mask_ids == {1: 1}
+    write_png(tmp_path / "a.png", [[*ids, 255]])
+    assert len(annotations_in(tmp_path, "a", "b").classes) == len(ids)
+    write_png(tmp_path / "a.png", [ids])
+    (tmp_path / "classes.txt").write_text("1 x\n2 y\n")
+    assert annotations_in(tmp_path, "a", "b").mask_ids == {1: 1, 2: 2}
 
 
 def test_the_shipped_nuclei(caplog):

@@ -41,6 +41,8 @@ def folder(tmp_path):
             [1, 2, 2, 2, 3],
             [1, 2, 255, 0, 255],
         ),
+        # learned names stay: b's tumour was once background
+        (["Tumor=tumour", "*=background"], "background tumour", [1, 0, 0, 0, 255], [1, 0, 255, 0, 255]),
     ],
 )
 def test_names_lead_to_one_class_to_the_background_and_out(folder, entries, classes, drawn, stored):
@@ -57,6 +59,15 @@ def test_a_name_that_nothing_has_and_entries_that_are_no_map_are_refused(folder)
     for entries in (("Tumor",), ("=x",), ("x=",), ("x=y", "x=z"), ("Tumor=tumour DCIS=tumour",)):
         with pytest.raises(ValueError, match="--class-map"):
             ClassMap.parse(entries)
+
+
+def test_other_spellings_that_the_star_would_take_are_refused():
+    """They were background without a word."""
+    with pytest.raises(ValueError, match=r'other spellings of Tumor: TUMOR\. List them too: "TUMOR=tumour"'):
+        ClassMap.parse(("Tumor=tumour", "*=background")).check(["Tumor", "TUMOR", "Stroma"])
+    with pytest.raises(ValueError, match=r'other spellings of tumour: Tumour\. List them too: "Tumour=tumour"'):
+        ClassMap.parse(("T=tumour", "*=background")).check(["T", "Tumour"])
+    ClassMap.parse(("Tumor=rest", "*=rest")).check(["Tumor", "TUMOR", "Rest"])
 
 
 AREAS = np.array([[50, 30, 20], [100, 0, 0], [0, 0, 0], [99, 1, 0], [0, 7, 8], [75, 0, 25]])
@@ -88,6 +99,8 @@ def test_rules_that_are_none(rule):
         (("cancer", "normal"), None, 0),
         (("Benign", "malignant"), None, 1),
         (("0", "1"), None, 1),
+        (("0.0", "1.0"), None, 1),
+        (("1,0", "0,0"), None, 0),
         (("NEGATIVE", "background"), None, None),
         (("a", "b"), None, None),
         (("a", "b"), "b", 1),

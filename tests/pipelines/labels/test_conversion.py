@@ -149,6 +149,14 @@ def test_conversions_into_one_folder_at_once_give_no_id_twice(tmp_path, monkeypa
     assert imagecodecs.png_decode((tmp_path / "stroma.png").read_bytes())[20, 20] == 2
 
 
+@pytest.mark.usefixtures("without_locks")
+def test_a_folder_without_locks_is_warned_of_once(tmp_path, caplog):
+    for name in ("a.png", "b.png"):
+        write_area_mask(read_geojson(drawn(tmp_path)), tmp_path / name, blank_slide(100, 100), 0.5)
+    (warning,) = caplog.messages
+    assert f"{tmp_path}: this disk has no locks: run one conversion into the folder at a time" in warning
+
+
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 

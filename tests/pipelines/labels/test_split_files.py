@@ -6,7 +6,7 @@ import json
 import pytest
 
 from pipelines.labels.folds import read_split_file
-from pipelines.labels.splits import Splits, load_split
+from pipelines.labels.splits import Splits
 
 PATIENT = {"1": "p", "2": "q", "c": "r", "d": "r", "e": "s"}
 SPLIT = {"1": "train", "2": "val", "c": "train", "d": "train", "e": "test"}
@@ -76,7 +76,7 @@ def test_the_file_of_a_run_with_sites_is_one(tmp_path):
     path = tmp_path / "splits.csv"
     Splits(SPLIT, PATIENT, site=dict.fromkeys(SPLIT, "x")).save(path)
     assert {row["site"] for row in csv.DictReader(path.read_text().splitlines())} == {"x"}
-    assert load_split(path, PATIENT) == read_split_file(path, PATIENT) == SPLIT
+    assert read_split_file(path, PATIENT) == SPLIT
 
 
 def test_a_fold_of_nnunet(tmp_path):
@@ -92,7 +92,7 @@ def test_a_fold_of_nnunet(tmp_path):
 
 def test_all_faults_at_once(tmp_path):
     path = written(tmp_path, "splits_0.csv", ",train,val,test\n0,1,1,\n1,c,ghost,lost\n2,d,,\n3,,c2,\n")
-    with pytest.raises(ValueError, match=r"--splits .*splits_0\.csv") as caught:
+    with pytest.raises(ValueError, match=r"split file .*splits_0\.csv") as caught:
         read_split_file(path, PATIENT | {"c2": "r"}, slides=["lost"])
     for words in (
         "slide '1' is in train and in val; keep one",
