@@ -124,7 +124,7 @@ CASES = [
     (slides, f"{BENCH} --strategies spatial@1x1 ddp", 2, "spatial@1x1 divides nothing"),
     (slides, f"{BENCH} --strategies spatial@2x2 ddp", 2, "its teams take 4, 8, 12 ... ranks; got --ranks 1 2: add"),
     (slides, f"{BENCH} --strategies ddp 1f1b@2x1 --ranks 2", 2, "its teams take 4, 6, 8 ... ranks; got --ranks 2: add"),
-    (nothing, "predict --slides {d} --checkpoint {d} --out {t}/out", 2, "best.pt of a run"),
+    (nothing, "predict --slides {d} --checkpoint {d} --out {t}/out", 2, "RUN/checkpoints/best.pt or last.pt"),
     (nothing, "doctor --slides {d}", 2, "holds no slide"),
     (nothing, "index --slides {d}", 2, "holds no slide"),
     (
