@@ -290,11 +290,11 @@ class Session:
         self,
         source: Iterator[Batch],
         ready: Callable[[], bool],
-        beside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+        thread_context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> DevicePrefetcher:
         """Return training batches of ``source`` as the model takes them, with the arguments of ``DevicePrefetcher``."""
         prefetch = self.config.stream.device_prefetch
-        return DevicePrefetcher(source, ready, self.pixels, prefetch=prefetch, thread_context=beside)
+        return DevicePrefetcher(source, ready, self.pixels, prefetch=prefetch, thread_context=thread_context)
 
     @contextlib.contextmanager
     def validation(self, rows: NDArray[np.int64] | None = None) -> Iterator[Iterator[Outputs]]:

@@ -38,15 +38,18 @@ class TrainLoader:
     """Batches of a run on one rank; to be closed, which ends prefetching.
 
     Args:
-        beside: entered by the thread that prefetches microbatches, as for ``DevicePrefetcher``.
+        thread_context: entered by the thread that prefetches microbatches, as for ``DevicePrefetcher``.
         state: of the stream where the run continues, as ``state`` gave it; None: from its beginning.
     """
 
     def __init__(
-        self, session: Session, beside: Callable[[], AbstractContextManager[object]], state: dict[str, Any] | None
+        self,
+        session: Session,
+        thread_context: Callable[[], AbstractContextManager[object]],
+        state: dict[str, Any] | None,
     ) -> None:
         self._session = session
-        self._beside = beside
+        self._thread_context = thread_context
         self._stream, self._reading = session.stream, session.reading
         self._open(state)
 
@@ -54,7 +57,7 @@ class TrainLoader:
         self._tiles = iter(self._stream)
         if state is not None:
             self._tiles.set_state(state)
-        self._feed = self._session.feed(self._tiles, self._tiles.ready, self._beside)
+        self._feed = self._session.feed(self._tiles, self._tiles.ready, self._thread_context)
         self._unsettled = True
 
     def next(self) -> Batch:
@@ -105,7 +108,7 @@ class TrainLoader:
     def keep(self, batch: Batch) -> None:
         """Give ``batch``, held in memory, from now on, and read nothing."""
         self.close()
-        self._feed = self._session.feed(itertools.repeat(batch), lambda: True, self._beside)
+        self._feed = self._session.feed(itertools.repeat(batch), lambda: True, self._thread_context)
         self._unsettled = False
 
     def close(self) -> None:

@@ -175,9 +175,11 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
         return read(layer)
     maps = reading.maps(node)
     if node.op == "call_function" and len(maps) == 1 and (value := reading.of(node)) is reading.of(maps[0]):
-        version = 0 if value.is_inference() else value._version
+        counted = not value.is_inference()  # tensors of inference mode have no version
+        version = value._version if counted else 0
         Arguments(reading.model, node, {}, reading.of).run()
-        if value.is_inference() or value._version == version:  # else it changes it in place, as DropBlock may
+        # In place as by DropBlock, no name tells; a name that does may belong to a function that is off.
+        if value._version == version if counted else not changes_in_place(reading.model, node):
             return identity(Layer(reading, node))  # it looked at the whole image's size, and passes it on
     raise NotTileable(UNKNOWN)
 

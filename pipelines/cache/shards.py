@@ -277,8 +277,8 @@ class ShardFolder:
 
     @contextlib.contextmanager
     def _ledger(self) -> Iterator[int]:
-        """The file with the bytes that the cache holds, locked. On a disk without locks, processes that write at once
-        may count too few bytes, and exceed the limit until the files are counted."""
+        """The file with the bytes that the cache holds, locked. On a disk without locks, processes that write at the
+        same time may count too few bytes, and exceed the limit until the files are counted."""
         ledger = os.open(self.cache / LEDGER, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             lock(ledger)
