@@ -77,16 +77,17 @@ def assemble(
 
     Args:
         module: the whole model; the engine moves its stages to ``device`` and leaves the rest to be freed.
-        loss: (output, targets) -> mean over a microbatch; computed with the last stage.
-        make_optimizer: over the parameters it is given, in one group.
+        loss: (output, targets) -> mean over a microbatch; computed with the last stage; nothing in it is trained.
+        make_optimizer: over all named parameters it is given; groups differ in learning rate by ``lr_scale``.
         shape: (n, 3, h, w) of a usual microbatch; others may follow.
         batch: tiles of a usual step over all ranks.
-        autocast: type for mixed precision; None computes in the model's own.
+        autocast: torch.bfloat16 for mixed precision; None computes in the model's own type.
         meter: counts the bytes this rank keeps for backward.
         host: where maps of stages in boxes are; None: in memory.
 
     Raises:
-        ValueError: a strategy, cut or schedule that does not fit the ranks, the model or each other.
+        ValueError: a strategy, cut or schedule that does not fit the ranks, the model or each other; a loss, optimizer
+            or ``autocast`` that no engine trains with.
     """
     assert strategy.ranks == communicator.world
     if batch < strategy.m:
@@ -94,20 +95,17 @@ def assemble(
             f"{strategy.m} microbatches need a batch of at least {strategy.m} tiles, got {batch}: raise --batch or "
             "lower --microbatches"
         )
-    traced = trace_as_needed(module, shape, communicator, strategy)
-    work = put_to_work(
-        traced,
-        loss,
-        make_optimizer,
-        communicator,
-        strategy,
-        batch=batch,
-        shape=shape,
-        device=device,
-        autocast=autocast,
-        meter=meter,
-        host=host,
-    )
+    if strategy.name == "fsdp":
+        raise ValueError('assemble does not build "fsdp": use parallel.engine.fully_sharded.FullyShardedEngine')
+    if strategy.name == "async" and strategy.pushes is None:
+        raise ValueError('Strategy("async") has no pushes: give it pushes=PushRule(...) of parallel.schedule.text')
+    if autocast not in (None, torch.bfloat16):
+        raise ValueError(f"autocast={autocast} needs a scaled loss, which no engine has: use torch.bfloat16 or None")
+    for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
+        if parameter.requires_grad:
+            raise ValueError(f"the loss has a trained parameter, {name}, which no engine updates: move it to the model")
+    parts = trace_as_needed(module, shape, communicator, strategy), loss, make_optimizer, communicator, strategy
+    work = put_to_work(*parts, batch=batch, shape=shape, device=device, autocast=autocast, meter=meter, host=host)
     if strategy.pushes is not None:
         return AsyncEngine(work, communicator, replayed=strategy.pushes.replayed, seed=seed, observer=observer)
     return Engine(work, communicator, seed=seed, observer=observer)
@@ -240,7 +238,7 @@ def _served(
     if communicator.rank == 0:
         server = ParameterServer(parameters, make_optimizer, communicator, rule)
         return reducers, server.update, server
-    return reducers, OptimizerStep(make_optimizer, owned={}, unshared=(), held=parameters.values()), None
+    return reducers, OptimizerStep(make_optimizer, owned={}, unshared=(), held=parameters), None
 
 
 def _plans(traced: Traced, strategy: Strategy) -> Plans:
@@ -332,7 +330,7 @@ def _update(
         make_optimizer,
         owned={name: owned[name] for name in names if name in owned},
         unshared=[parameter for parameter in held.values() if id(parameter) not in summed],
-        held=held.values(),
+        held=held,
         pieces=pieces,
         shards=list(shards.values()),
         offload=offload,

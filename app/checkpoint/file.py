@@ -261,3 +261,15 @@ def _reason(fault: BaseException) -> str:
         return fault.strerror
     first = str(fault).strip().splitlines()
     return f"{type(fault).__name__}: {first[0]}" if first else type(fault).__name__
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of the default generators, from which only a model that draws in validation continues."""
+    return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []}
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Set the generators of the CPU and of ``device``. Older checkpoints have a state for each GPU, first rank 0's."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and state["cuda"]:
+        torch.cuda.set_rng_state(state["cuda"][0], device)

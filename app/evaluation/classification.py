@@ -80,8 +80,15 @@ def _over_classes(cases: Predictions, score: Callable[..., float]) -> float | No
 
 
 def with_interval(cases: Predictions, measure: Callable[[Predictions], float | None]) -> Estimate:
-    """Return ``measure`` of the cases with its interval over their patients."""
-    return bootstrap(cases.patient, lambda rows: measure(cases.select(rows)))
+    """Return ``measure`` of the cases with its interval over their patients. A draw that lacks a class of the cases is
+    not counted: its mean would be over other classes."""
+    classes = len(np.unique(cases.label))
+
+    def of_draw(rows: Labels) -> float | None:
+        drawn = cases.select(rows)
+        return measure(drawn) if len(np.unique(drawn.label)) == classes else None
+
+    return bootstrap(cases.patient, of_draw)
 
 
 def by_patient(cases: Predictions) -> tuple[Predictions, Labels]:
@@ -180,6 +187,7 @@ class ScoredSplit:
 
     Args:
         asked: ``--split``; None: the first of ``PREFERRED`` that has slides.
+        training_patients: those of the run, as far as they are known.
 
     Attributes:
         name: train, val, test, external, or all.
@@ -188,11 +196,12 @@ class ScoredSplit:
         ValueError: no predicted slide is in it.
     """
 
-    def __init__(self, rows: SlideRows, asked: str | None) -> None:
+    def __init__(self, rows: SlideRows, asked: str | None, training_patients: Sequence[str] = ()) -> None:
         self.counts = counts = dict(sorted(Counter(row["split"] for row in rows).items()))
         self.name = asked or next((name for name in PREFERRED if name in counts), "")
         self.rows = [row for row in rows if self.name in (row["split"], "all")]
         self._train = {row["slide"] for row in rows if row["split"] == "train"}
+        self._training_patients = training_patients
         if not self.rows:
             have = ", ".join(f"{name} {count}" for name, count in counts.items())
             what = f"--split {asked} has no predicted slide" if asked else "all predicted slides are training slides"
@@ -212,8 +221,8 @@ class ScoredSplit:
         return [slide for slide in scored if slide in self._train]
 
     def of_trained_patients(self, scored: Sequence[str], patient: Mapping[str, str]) -> list[str]:
-        """Return the other slides of ``scored`` whose patient has a predicted slide in the training split."""
-        trained = {patient[slide] for slide in self._train if slide in patient}
+        """Return the other slides of ``scored`` whose patient has a slide in the training split."""
+        trained = {*self._training_patients, *(patient[slide] for slide in self._train if slide in patient)}
         return [slide for slide in scored if slide not in self._train and patient.get(slide) in trained]
 
 
@@ -252,6 +261,12 @@ def patients_of(rows: Sequence[Mapping[str, Any]], table: Table | None, pattern:
     return {row["slide"]: row["patient"] for row in rows if row["patient"]} | named
 
 
+def scored_class(drawn: str, class_map: ClassMap) -> str | None:
+    """Return the class of a label; None for a missing value, or a class that was left out of training."""
+    name = class_map.learned(drawn)
+    return None if not drawn or (name != drawn and IGNORED_CLASS.match(name)) else name
+
+
 def labelled_slides(
     rows: Sequence[Mapping[str, Any]],
     classes: Sequence[str],
@@ -267,18 +282,19 @@ def labelled_slides(
         class_map: classes of the table by other names, as in training.
 
     Raises:
-        ValueError: the table has labels that are no classes of the model, or fits no slide.
+        ValueError: the table has labels that are no classes of the model, or fits no slide; or as `check_others`.
     """
+    class_map.check_others({original(line["label"]) for line in table.rows})
     names = SlideNames(row["slide"] for row in rows)
     label: dict[str, int] = {}
     unknown, faults = [], []
     for line in table.rows:
         drawn = original(line["label"])
-        slide, name = names.match(original(line["slide"])), class_map.learned(drawn)
+        slide, name = names.match(original(line["slide"])), scored_class(drawn, class_map)
         if slide is None:
             unknown.append(line["slide"])
-        elif not drawn or (name != drawn and IGNORED_CLASS.match(name)):
-            continue  # a missing value, or a class that was left out of training
+        elif name is None:
+            continue
         elif name not in classes:
             faults.append(f"line {line.line}: {drawn!r} is no class of the model ({', '.join(classes)})")
         elif label.setdefault(slide, classes.index(name)) != classes.index(name):

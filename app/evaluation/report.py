@@ -26,12 +26,14 @@ from app.evaluation.classification import (
     confusion,
     labelled_slides,
     patients_of,
+    scored_class,
     with_interval,
 )
-from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.prediction_folder import TRAINING_PATIENTS, PredictionFolder
 from app.training.metrics import mean_defined
 from parallel.units import number_text
-from pipelines.catalog.table import counted, listed, original, read_table
+from pipelines.catalog.catalog import SlideNames
+from pipelines.catalog.table import Table, counted, listed, original, read_table
 from pipelines.labels.class_names import ClassMap, patient_note, positive_class
 
 MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
@@ -45,7 +47,7 @@ class Evaluation:
         patient: of the predicted slides whose patient is known.
         labelled: slides with their labels; None where no labels were given.
         estimates: by "slide" or, where patients are known, "patient", and measure.
-        notes: patients that take no part, and whether AUPRC is of a positive class.
+        notes: slides and patients that take no part, and classes that a measure is not of.
         dice, iou: by class, mean over the slides that have it; of no value where none has.
 
     Raises:
@@ -65,7 +67,8 @@ class Evaluation:
         rows, classes, shown = folder.rows(), self.classes, self.made_with["shown"]
         if not rows:
             raise ValueError(f"{folder.path} holds no predicted slide; {folder.failed.path} may say why")
-        self.split = ScoredSplit(rows, split_name)
+        # Taken out of the settings, which evaluation.json repeats: it need not name patients that are not scored.
+        self.split = ScoredSplit(rows, split_name, self.made_with.pop(TRAINING_PATIENTS, ()))
         required = ("slide", "label") if annotations is None else ("slide",)
         table = None if labels is None else read_table(labels, required)
         self.patient = patients_of(rows, table, patient_pattern)
@@ -76,14 +79,18 @@ class Evaluation:
         self.notes: list[str] = []
         patients_alone: list[str] = []
         if table is not None and "label" in table.roles:
-            names = {class_map.learned(original(row["label"])) for row in table.rows}
+            drawn = {original(row["label"]) for row in table.rows}
+            names = {name for each in drawn if (name := scored_class(each, class_map)) is not None}
             # app.train takes such a table for its patients, too: annotations name the classes.
-            if annotations is not None and self.made_with["task"] == "segment" and names.isdisjoint(classes):
-                what = f"no label is a class of the model ({', '.join(classes)})"
+            segments = annotations is not None and self.made_with["task"] == "segment"
+            if segments and not (names and names.issubset(classes)):
+                strange = listed(sorted(names - {*classes})) or "nothing"
+                what = f"its labels are not all classes of the model ({', '.join(classes)}), but {strange}"
                 patients_alone = [f"labels {labels}: {what}; only its patients are used"]
             else:
                 self.labelled = labelled_slides(self.split.rows, classes, table, self.patient, positive, class_map)
                 self.estimates, self.notes = _estimates(self.labelled, classes, self.patient)
+                self.notes += _failed_slides(folder, table, classes, class_map)
         if annotations is not None and not shown:
             raise ValueError(
                 f"--annotations {annotations}: {folder.path} holds scores of whole slides and no areas: leave them out"
@@ -180,7 +187,9 @@ class Evaluation:
         if trained := self.split.trained(scored):
             lines.append(f"{len(trained)} of {len(scored)} scored slides are training slides: {listed(trained)}")
         if others := self.split.of_trained_patients(scored, self.patient):
-            lines.append(f"{len(others)} of {len(scored)} scored slides are of training patients: {listed(others)}")
+            lines.append(
+                f"{len(others)} of {len(scored)} scored slides have the names of training patients: {listed(others)}"
+            )
         note = patient_note(self.patient, scored, "resampled")
         return lines if note is None else [*lines, note]
 
@@ -193,14 +202,20 @@ class Evaluation:
 def _estimates(
     labelled: LabelledPredictions, classes: Sequence[str], patient: Mapping[str, str]
 ) -> tuple[dict[tuple[str, str], Estimate], list[str]]:
-    """Estimates of slides and of patients, the latter where any is known, and lines about patients left out and about
-    AUPRC without a positive class."""
+    """Estimates of slides and of patients, the latter where any is known, and lines about patients left out, AUPRC
+    without a positive class, and classes without a slide."""
     units = {"slide": labelled.cases}
     notes: list[str] = []
     of_both = labelled.cases.positive is None and len(classes) == 2
     if of_both:
         named = " or ".join(f"--positive-class {name}" for name in classes)
         notes.append(f"AUPRC is the mean of both classes: give {named} for that of one")
+    present = np.unique(labelled.cases.label).tolist()
+    if absent := [name for number, name in enumerate(classes) if number not in present]:
+        means = "AUC, AUPRC and balanced accuracy are means over the other classes"
+        if len(present) == 1:
+            means = "AUC and AUPRC need two classes, and balanced accuracy is that of the other class alone"
+        notes.append(f"no scored slide is {' or '.join(absent)}: {means}")
     if any(slide in patient for slide in labelled.slides):
         names = np.unique([patient.get(slide, slide) for slide in labelled.slides])
         if of_both and len(names) < len(labelled.slides):
@@ -218,6 +233,15 @@ def _estimates(
         for name, measure in MEASURES.items()
     }
     return estimates, notes
+
+
+def _failed_slides(folder: PredictionFolder, table: Table, classes: Sequence[str], class_map: ClassMap) -> list[str]:
+    """Line about slides that have a label and could not be predicted, if there are any."""
+    names = SlideNames(slide for slide, step, _ in folder.failed.rows() if step == "predict")
+    labelled = [row["slide"] for row in table.rows if scored_class(original(row["label"]), class_map) in classes]
+    failed = sorted({slide for name in labelled if (slide := names.match(original(name))) is not None})
+    what = f"no score of {counted(len(failed), 'slide')} with a label that could not be predicted"
+    return [f"{what} (see {folder.failed.path}): {listed(failed)}"] if failed else []
 
 
 def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[str, str]) -> dict[str, Estimate]:

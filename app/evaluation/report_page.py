@@ -39,7 +39,7 @@ from pipelines.slides.slide import SlideError
 from pipelines.slides.whole_files import write_text
 from pipelines.stream.read import centre
 
-_share_chart = functools.partial(line_chart, from_zero=True, last=False)
+_share_chart = functools.partial(line_chart, from_zero=True, linear=True, last=False)
 """Line chart of shares."""
 SHOWN, PICTURE_PX = 6, 192
 """Tiles of each kind, and the side of their pictures."""

@@ -182,6 +182,7 @@ def line_chart(
     sizes: Collection[float] = (),
     mark: Literal["min", "max"] | None = None,
     from_zero: bool = False,
+    linear: bool = False,
     last: bool = True,
 ) -> Chart:
     """Return a chart of those series that have a finite value.
@@ -190,7 +191,8 @@ def line_chart(
         y_label: what is on the y axis, with its unit.
         sizes: ticks of an x axis on which doubling is a step; the values are positive, on a logarithmic axis, too.
         mark: which extreme value of the last series is marked and labelled.
-        from_zero: the y axis begins at 0, as it should for amounts and shares.
+        from_zero: the y axis begins at 0, as it should for amounts and shares, unless it is logarithmic.
+        linear: the y axis is never logarithmic, as for shares, however small the least.
         last: the legend has the last value of each line.
     """
     shown = [line for line in series if line.finite.any()]
@@ -205,7 +207,7 @@ def line_chart(
         axes = figure.add_subplot(xlabel=x_label)
         values = np.concatenate([line.y[line.finite] for line in shown])
         low, high = values.min(), values.max()
-        if sizes or (low > 0 and high > LOG_RATIO * low):
+        if sizes or (not linear and low > 0 and high > LOG_RATIO * low):
             axes.set_yscale("log")
         elif from_zero:
             axes.set_ylim(bottom=min(low, 0.0), top=1.05 * high if high > 0 else 1.0)
@@ -260,7 +262,8 @@ def curves(metrics: Columns, validation: Columns, pictures: bool = False) -> lis
             for i, key in enumerate(scores)
         ]
         drawn.append(drawn.pop(next((i for i, key in enumerate(scores) if key in ("slide_auc", "dice")), 0)))
-        charts.append(line_chart(drawn, title="Validation scores", y_label="0 to 1", mark="max", from_zero=True))
+        title, unit = "Validation scores", "0 to 1"
+        charts.append(line_chart(drawn, title, unit, mark="max", from_zero=True, linear=True))
     settled = {name: v[SETTLING_STEPS:] if len(v) > SETTLING_STEPS else v for name, v in metrics.items()}
     if _has(settled, "step", "images_per_second"):
         drawn = _smoothed("images/s", settled["step"], settled["images_per_second"], 2)

@@ -169,8 +169,7 @@ def precision_here(asked: str, device: str) -> Precision:
 
 def _calibrated(device: torch.device, threads: int, together: int, precision: str, channels_last: bool) -> CostModel:
     dtype, tf32 = autocast_of(precision) or torch.float32, precision == "tf32"
-    heap_kept = device.type == "cpu"  # as ranks do when they are placed
-    use = DeviceUse(device, threads, together, dtype, channels_last, heap_kept, tf32)
+    use = DeviceUse(device, threads, together, dtype, channels_last, tf32)
     ranks = f"{counted(together, 'rank')} of {counted(threads, 'thread')}"
     _announce(f"calibrating this machine for {ranks}, about {QUICK_S:.0f} s", kept_at(use.key()))
     return load_or_calibrate(use)

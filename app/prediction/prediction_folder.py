@@ -24,6 +24,8 @@ from pipelines.slides.whole_files import write_text
 SETTINGS, TABLE = PREDICTIONS_FILE, "slides.csv"
 SUFFIXES = {"overlays": "png", "geojson": "geojson", "masks": "png", "areas": "csv", "tiles": "csv", "slides": "json"}
 """Of the files of a slide, by folder."""
+TRAINING_PATIENTS = "training_patients"
+"""Not compared: they follow from the checkpoint, and older folders do not have them."""
 LONGEST_PART = 60
 """Characters of a class in the name of its heat map; most file systems allow 255 bytes for all of it."""
 
@@ -47,7 +49,7 @@ class PredictionFolder:
         path = self.path / SETTINGS
         if not path.exists():
             write_json(path, dict(settings), nan=True)
-        self._refuse(differing(read_data(path), settings, "made with"))
+        self._refuse(differing(read_data(path), settings, "made with", {TRAINING_PATIENTS}))
 
     def heat_map(self, slide_id: str, part: str) -> Path:
         """Path of the heat map of one class, whose ``part`` of the name is that of ``file_names``."""
@@ -67,16 +69,25 @@ class PredictionFolder:
         """Return the slides of ``specs`` that are predicted, their files being the same.
 
         Raises:
-            ValueError: some were opened otherwise than ``specs`` say, as at another um/px; names what differs.
+            ValueError: some were opened otherwise than ``specs`` say, as at another um/px; names what differs. Or
+                predictions are of other slides with the same names.
         """
-        done, others = set(), []
+        done, others, namesakes = set(), [], []
         for spec in specs:
             path = self.file("slides", spec.slide_id)
             record = read_data(path) if path.exists() else None
-            if record is not None and SlideState(**record["state"]).is_of(spec.path):
+            if record is None:
+                continue
+            state, predicted = SlideState(**record["state"]), record["canvas"].get("path")
+            if state.is_of(spec.path):
                 done.add(spec.slide_id)
                 faults = differing(record["opening"], opening(spec), "made with")
                 others += [f"{spec.slide_id}: {fault}" for fault in faults]
+            elif predicted is not None and state.is_of(Path(predicted)):
+                namesakes.append(f"{spec.slide_id}: {predicted} is predicted, asked is {spec.path}")
+        if namesakes:
+            what = f"{self.path} holds predictions of other slides of the same names; use another --out"
+            raise ValueError(f"{what}:\n  {shown(namesakes)}")
         self._refuse(others)
         return done
 

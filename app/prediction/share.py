@@ -25,7 +25,7 @@ from app.launch.place import choose_device, connect, host_memory, take_cores
 from app.pages.pictures import as_png
 from app.prediction.command import PredictCommand
 from app.prediction.computation import Placement, rank_faults
-from app.prediction.prediction_folder import PredictionFolder
+from app.prediction.prediction_folder import TRAINING_PATIENTS, PredictionFolder
 from app.prediction.slide_files import slide_row, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.prediction.whole_slide import predict_slide
@@ -104,7 +104,7 @@ def predict_image(spec: SlideSpec, model: TrainedModel, folder: PredictionFolder
     write_tiles(path, model.classes, [image.place], tissue, scores, scores.max(1))
     assert source.state is not None
     row = slide_row(model, slide_id, source.state, 1, 0, scores[0])
-    canvas = {"mpp": source.mpp, "l0_size": [source.width, source.height]}
+    canvas = {"path": str(spec.path), "mpp": source.mpp, "l0_size": [source.width, source.height]}
     folder.finish(row, source.state, canvas, opening(spec))
     return row
 
@@ -177,6 +177,7 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
             "whole_pictures": index.whole_pictures,
             "mpp": index.mpp,
             "overlap": command.overlap,
+            TRAINING_PATIENTS: model.training_patients,
         }
     )
     log_to(command.out / (f"run-{rank}.log" if command.world > 1 else "run.log"))
@@ -225,15 +226,15 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
     ):
         raise RunError(f"none of {counted(len(specs), 'slide')} could be predicted; {folder.failed.path} says why")
     if rank == command.stages - 1:  # of the first group, who writes
-        _say_predictions(model, folder)
+        _say_predictions(model, folder, " so far" * (groups > 1))
     if failed and writes:
         _say(f"failed       {folder.failed.path} ({counted(len(failed), 'slide')})")
 
 
-def _say_predictions(model: TrainedModel, folder: PredictionFolder) -> None:
+def _say_predictions(model: TrainedModel, folder: PredictionFolder, so_far: str) -> None:
     """Print how many slides are predicted, and how many are in a split of the run by their patient's name alone."""
     records = folder.records()
-    _say(f"predictions  {folder.path} ({counted(len(records), 'slide')})")
+    _say(f"predictions  {folder.path} ({counted(len(records), 'slide')}{so_far})")
     if splits := model.splits_by_patient(records):
         each = ", ".join(f"{split} {count}" for split, count in sorted(splits.items()))
         _say(

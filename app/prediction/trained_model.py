@@ -126,6 +126,12 @@ class TrainedModel:
         """Index of the positive class of two, as `positive_class` has it."""
         return positive_class(self.classes, self.config.score.positive_class)
 
+    @property
+    def training_patients(self) -> list[str]:
+        """Known patients of the training slides of the run, sorted."""
+        split = self.slides["split"]
+        return sorted({name for slide_id, name in self.slides["patient"].items() if split[slide_id] == "train"})
+
     def origin(self, slide_id: str, state: SlideState) -> dict[str, str | None]:
         """Return split and patient of a slide, as cells of its row. Those of the run are recognised by their content;
         another slide is in the split of its patient, where its name says who that is, else ``external``."""

@@ -30,7 +30,7 @@ from app.training.run_slides import opening
 from pipelines.backends.tiff_writer import PyramidWriter
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Size
-from pipelines.slides.slide import Pixels, Slide, SlideError
+from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
 from pipelines.stream.device import allocate_pinned
 from pipelines.tiles.overlay import caption_strip
 from pipelines.tiles.stain import StainFit
@@ -226,7 +226,12 @@ def _begun(
     for first in range(0, len(windows), batch):
         numbers = range(first, min(first + batch, len(windows)))
         read = [next(tiles) for _ in numbers] if computation.reads else []
-        faults: list[str] = computation.broadcast([str(tile) if isinstance(tile, SlideError) else "" for tile in read])
+        own = [str(tile) if isinstance(tile, SlideError) else "" for tile in read]
+        lost = [str(tile) for tile in read if isinstance(tile, SlideError) and not isinstance(tile, TileReadError)]
+        faults: list[str]
+        faults, lost = computation.broadcast((own, lost))
+        if lost:  # the disk is, which says nothing about the slide: it is predicted at the next start
+            raise SlideError(lost[0])
         for fault in filter(None, faults):
             unread += 1
             if unread > MOST_UNREADABLE * len(windows):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from app.checkpoint.file import keep_as, not_resumable, resume_state
+from app.checkpoint.file import keep_as, not_resumable, random_state, resume_state, set_random_state
 from app.checkpoint.periodic import CheckpointManager
 from app.launch.watchdog import Interrupt
 from app.settings.cli import RunError
@@ -30,6 +30,7 @@ from app.training.share import share
 from app.training.steps import TrainLoader, steps_of
 from app.training.validation import evaluate
 from parallel.engine.optimizer_step import averages_of
+from parallel.engine.recorded import DeviceClock
 from parallel.engine.step import NonFiniteLoss, StepResult
 from parallel.strategy import DELAYED
 from pipelines.catalog.table import listed
@@ -106,7 +107,8 @@ class TrainingLoop:
         log_file = contextlib.closing(self._log) if self._log else contextlib.nullcontext()
         bar = contextlib.closing(RunProgress(total, outcome.step, quiet=not self._is_first))
         with kept, contextlib.closing(self._tiles), log_file, self._checkpoints, bar as progress:
-            stop, batch = False, None
+            stop, batch, clock = False, None, DeviceClock(self._session.placement.device)
+            computed = clock.mark()
             if self._validation_due():  # the signal that ended the run before came first
                 progress.say(self._validate())
                 self._save(at_once=True)
@@ -119,8 +121,10 @@ class TrainingLoop:
                 if self._reshares:
                     self._tiles.reshare(self._resharing.shares, outcome.step)
                 batch = self._tiles.next()
-                wait_s = time.perf_counter() - begun_s
+                wait_s, came = time.perf_counter() - begun_s, clock.mark()
                 result = self._step(batch, outcome.step)
+                # While the host waits, a GPU may still compute the step before.
+                wait_s, computed = min(wait_s, *clock.durations([(computed, came)])), clock.mark()
                 step_s = time.perf_counter() - begun_s
                 stop = self._finish_step(result, self._tiles.replaced(batch), step_s, wait_s)
                 self._check_replaced()
@@ -150,24 +154,9 @@ class TrainingLoop:
             with self.memory.watching(held):
                 result = self._train(microbatches, step, rate)
         except NonFiniteLoss as fault:
-            raise RunError(self._name_tiles(step, fault)) from fault
+            raise RunError(session.name_tiles(step, fault)) from fault
         session.watchdog.rest()
         return result
-
-    def _name_tiles(self, step: int, fault: NonFiniteLoss) -> str:
-        """Return the error of a loss that is not finite, with the tiles of its microbatches on any rank."""
-        session, table = self._session, self._session.dataset.tiles
-        numbers = [k for i in fault.microbatches for k in session.ranges[i]]
-        tiles = [
-            f"{table.slide_id(row)} at level-0 ({table.l0_x[row]}, {table.l0_y[row]})"
-            for row in session.rows_of_step(step)[numbers].tolist()
-        ]
-        state = "The updates of this step's microbatches were made" if fault.updated else "Nothing was updated"
-        return (
-            f"loss is {fault.losses[0]} at step {step + 1}; tiles of that microbatch: {'; '.join(tiles)}. {state}; "
-            f"the last checkpoint is kept. Lower --lr (now {session.learning_rate(step):g}), use --precision "
-            "fp32, or look at these tiles"
-        )
 
     def _finish_step(self, result: StepResult, replaced: int, step_s: float, wait_s: float) -> bool:
         """Count the step on all ranks; True when any of them was asked to stop. The first says whether to save."""
@@ -236,7 +225,7 @@ class TrainingLoop:
             state |= {name: getattr(outcome, name) for name in PROGRESS}
             state |= {
                 "stream": self._tiles.state(outcome.step),
-                "random": _random_state(session.placement.device),
+                "random": random_state(session.placement.device),
                 "classes": list(session.dataset.classes),
                 "task": session.dataset.task,
                 "settings": flat(session.config),
@@ -281,8 +270,12 @@ class TrainingLoop:
         if state["classes"] != (classes := list(self._session.dataset.classes)):
             text = f"{self._folder.last} has classes {', '.join(state['classes'])}; now there are {', '.join(classes)}"
             raise RunError(f"{text}: restore the labels, or start another run with another --out")
+        given = [list(values) for values in self._session.model.normalisation]
+        if (trained := state.get("normalisation", given)) != given:
+            text = f"{self._folder.last} takes images normalised by {trained}; the weights now expect {given}"
+            raise RunError(f"{text}: give the file that the run was begun with")
         self._session.engine.load_state_dict(state)
-        _set_random_state(state["random"], self._session.placement.device)
+        set_random_state(state["random"], self._session.placement.device)
         for name in PROGRESS:
             setattr(self.outcome, name, state[name])
         if self._is_first:
@@ -293,11 +286,15 @@ class TrainingLoop:
     @property
     def _numbers(self) -> dict[str, Any]:
         """Return the settings that change the numbers of a run, and may differ when it is resumed."""
-        session = self._session
+        session, rule = self._session, self._session.strategy.pushes
+        rule = None if rule is None or rule.replayed else rule  # a replay has the rates of its log
         return {
             "precision": session.placement.precision,
             "microbatches": len(session.ranges),
             "gradients": DELAYED if session.strategy.delayed else "of the step",
+            "workers": self._communicator.world if rule and not rule.by_staleness else None,
+            "staleness": rule and rule.staleness,
+            "push_rate": rule and ("staleness" if rule.by_staleness else "workers"),
         }
 
     def _warn_of_changes(self, state: dict[str, Any]) -> None:
@@ -307,10 +304,14 @@ class TrainingLoop:
             "precision": "it rounds otherwise",
             "microbatches": "batch norm and dropout look at other groups of tiles",
             "gradients": "updates are others",
+            "workers": "the learning rate of an update is --lr divided by the workers",
+            "staleness": "gradients are of other parameters",
+            "push_rate": "updates have other learning rates",
         }
         text = "%s %s from step %d on, %s before: %s, so the numbers are not those of an uninterrupted run"
         for name, now in self._numbers.items():
-            if (before := state.get("numbers", {}).get(name, now)) != now:
+            before = state.get("numbers", {}).get(name)
+            if None not in (before, now) and before != now:
                 log.warning(text, name, now, step + 1, before, reasons[name])
         before, now = session.steps_of(state["settings"]["steps"], state["settings"]["epochs"]), session.total_steps
         if before != now:
@@ -335,15 +336,3 @@ class TrainingLoop:
                 self._step(self._tiles.next(), self.outcome.step + k)
                 twin.add(time.perf_counter() - begun_s, 0.0)
         return twin.images_per_second
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the default generators, from which only a model that draws in validation continues."""
-    return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []}
-
-
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators of the CPU and of ``device``. Older checkpoints have a state for each GPU, first rank 0's."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and state["cuda"]:
-        torch.cuda.set_rng_state(state["cuda"][0], device)

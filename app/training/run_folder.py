@@ -32,6 +32,7 @@ FREE_TO_CHANGE = {
     *("resume", "extend", "max_restarts", "min_ranks", "out", "mlflow", "index_workers"),
     *("slides", "labels", "annotations", "mpp_table"),
     *("parallel", "ranks", "stages", "grid", "shares", "chunks", "cuts", "schedule", "stream", "zero", "compile"),
+    *("staleness", "push_rate"),
     *("recompute", "recompute_runs", "offload", "offload_ahead", "offload_host", "offload_state"),
     *("memory", "memory_excess", "gradient_buckets", "device", "cpu_ranks", "mixed_sums", "channels_last"),
     *("timeout_s", "join_timeout_s", "read_threads", "read_ahead", "cache", "cache_bytes", "device_prefetch"),
@@ -40,8 +41,9 @@ FREE_TO_CHANGE = {
 }
 """Settings that may differ when a run is resumed: they change where it runs, not its numbers. Data may
 move: the index refuses other values in ``mpp_table``, the stream other labels and annotations of training slides.
-``splits`` may not: a resumed run does not read it. ``precision`` and ``microbatches`` change the numbers:
-``TrainingLoop`` warns of that."""
+``splits`` may not: a resumed run does not read it. The file of ``weights`` may move, but keeps its name. ``precision``,
+``microbatches``, and under async the ranks, ``staleness`` and ``push_rate`` change the numbers: ``TrainingLoop`` warns
+of that."""
 LENGTH = ("steps", "epochs")
 """Settings of the end of a run, which the learning rate depends on: they may grow with ``--extend``."""
 
@@ -167,7 +169,9 @@ class RunFolder:
         # A run begun before a setting existed has computed with its default.
         found = flat(RunConfig(DataSettings(Path()))) | self.settings()
         scored = {"positive_class"} if found["slide_score"] != "mean" else set()  # it chooses the best checkpoint
-        others = differing(found, asked, "the run has", {*FREE_TO_CHANGE, *LENGTH} - scored)
+        files = [Path(each["weights"]).name if each["weights"] else None for each in (found, asked)]
+        moved = {"weights"} if files[0] == files[1] else set()
+        others = differing(found, asked, "the run has", {*FREE_TO_CHANGE, *LENGTH, *moved} - scored)
         (unit, begun), (other_unit, now) = _length(found), _length(asked)
         if (unit, begun) != (other_unit, now):
             line = f"{other_unit}: the run ends after {begun:g} {unit}, asked is {now:g} {other_unit}"

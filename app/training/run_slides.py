@@ -9,6 +9,7 @@ is read by a resumed run and by other ranks.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from app.settings.run import DataSettings, RunConfig, slides_in
 from app.training.run_folder import RunFolder
 from pipelines.catalog.catalog import SlideNames, SlideSpec
 from pipelines.catalog.handles import SlideState
+from pipelines.catalog.table import LABELS_FILE, read_table
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import patient_note
 from pipelines.labels.folds import fold_splits, read_split_file, site_splits
@@ -24,6 +26,8 @@ from pipelines.labels.slide_labels import SlideLabels, read_mpp
 from pipelines.labels.splits import Splits, fixed_splits, make_splits
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.tiling import IndexSettings
+
+log = logging.getLogger(__name__)
 
 OF_THE_FILE = frozenset({"slide_id", "path", "state", "backend"})
 """Fields of a `SlideSpec` that no checkpoint keeps: they follow from the file, or, as the backend, change no pixel."""
@@ -159,6 +163,10 @@ def _asked_split(
         )
     if asked.splits is not None:
         return read_split_file(asked.splits, patients, slides=slides, fold=asked.fold)
+    table = config.data.labels or config.data.slides / LABELS_FILE
+    chosen = given or asked.is_asked or asked.test or asked.validation != type(asked).validation
+    if not chosen and table.is_file() and "split" in read_table(table, ("slide",)).roles:
+        log.warning("labels %s: its column split is not used; add --splits %s", table, table)
     sites = known.site if asked.split_by == "site" else None
     if asked.folds is not None and asked.fold is not None:
         return fold_splits(

@@ -31,7 +31,7 @@ from app.training.run_slides import SlideColumns, slide_columns
 from app.training.share import share
 from app.training.validation import Outputs, subsample_per_slide
 from models.heads import BagGradient
-from parallel.engine.step import TrainingEngine
+from parallel.engine.step import NonFiniteLoss, TrainingEngine
 from parallel.offload.host_memory import HostMemory
 from parallel.schedule.shares import split_batch
 from parallel.strategy import Strategy
@@ -273,6 +273,21 @@ class Session:
         total_steps = self.total_steps if total_steps is None else total_steps
         done = min(1.0, (step - settings.warmup) / max(1, total_steps - settings.warmup))
         return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+    def name_tiles(self, step: int, fault: NonFiniteLoss) -> str:
+        """Return the error of a loss that is not finite, with the tiles of its microbatches on any rank."""
+        table = self.dataset.tiles
+        numbers = [k for i in fault.microbatches for k in self.ranges[i]]
+        tiles = [
+            f"{table.slide_id(row)} at level-0 ({table.l0_x[row]}, {table.l0_y[row]})"
+            for row in self.rows_of_step(step)[numbers].tolist()
+        ]
+        state = "The updates of this step's microbatches were made" if fault.updated else "Nothing was updated"
+        return (
+            f"loss is {fault.losses[0]} at step {step + 1}; tiles of that microbatch: {'; '.join(tiles)}. {state}; "
+            f"the last checkpoint is kept. Lower --lr (now {self.learning_rate(step):g}), use --precision "
+            "fp32, or look at these tiles"
+        )
 
     def close(self) -> None:
         """Close slides and leave the other ranks. The engine lets go of them first: a process group that something

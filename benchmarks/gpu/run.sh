@@ -6,6 +6,8 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
 python=${PYTHON:-python3}
+[ -n "${PYTHON:-}" ] || [ ! -x .venv/bin/python ] || python=.venv/bin/python
+"$python" -c "import tomllib, torch" || { echo "$python: Python 3.11 or newer with torch is needed; PYTHON names it"; exit 2; }
 export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from app.training.exactness import CroppedImages
+from benchmarks.gpu.copy_clock import CopyClock
 from benchmarks.gpu.setting import GIB, Row, Setting
 from models.registry import build_model
 from parallel.build import put_to_work
@@ -20,7 +21,6 @@ from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import SMALLEST, ActivationPolicy
-from parallel.offload.copies import CopyClock
 from parallel.offload.packing import ActivationMeter
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
@@ -96,7 +96,7 @@ class Work:
             meter=meter,
         )
         saved_tensors = program.stages[0]._saved_tensors
-        self.clock = saved_tensors.copies.clock if saved_tensors else CopyClock()
+        self.clock = CopyClock(saved_tensors.copies if saved_tensors else None)
         self._engine = Engine(program, LocalCommunicator())
 
     def step(self) -> None:

@@ -95,7 +95,7 @@ def rows_of(names: Sequence[str], px: int, rounds: int, budget_s: float) -> tupl
     than around the calibration.
     """
     references = [reference_s()]
-    model = calibrate(DeviceUse(CPU, threads=usable_cores(), heap_kept=True), budget_s)
+    model = calibrate(DeviceUse(CPU, threads=usable_cores()), budget_s)
     references.append(reference_s())
     shapes = {name: (1, 3, *[min(px, PLAIN_PX) if name == PLAIN else px] * 2) for name in names}
     traced = {name: trace(net(name).to(memory_format=torch.channels_last), shape) for name, shape in shapes.items()}

@@ -2,7 +2,7 @@
 
 Products (convolutions, linear layers) take what their arithmetic and their bytes take at the device's best, times a
 polynomial of their shape (``Polynomial``); everything else takes what the bytes it moves take, by the curve measured
-for its name. Memory that the kernel hands out anew costs besides.
+for its name.
 """
 
 from __future__ import annotations
@@ -173,7 +173,6 @@ class CostModel:
         key: what it holds for: device, versions, threads, ...; for people, and to tell calibrations apart.
         products: kind -> pass -> model.
         forward: name of an operation -> curve over the bytes that its forward pass moves; ``backward`` likewise.
-        fresh: seconds by bytes of one piece of memory that has to come from the kernel.
         expected_error: relative, median over shapes left out of fitting.
         others: share of the cores' time that other programs took while it was timed.
     """
@@ -182,7 +181,6 @@ class CostModel:
     products: Mapping[str, Mapping[str, PassModel]]
     forward: Mapping[str, Curve]
     backward: Mapping[str, Curve]
-    fresh: Curve
     expected_error: float
     seconds_taken: float
     others: float = 0.0
@@ -194,9 +192,9 @@ class CostModel:
         for at, op in positions:
             if op.name in FREE or work_of(op) is not None:
                 continue
-            forward[at] += self._moved(op, self.forward, forward_bytes(op))
+            forward[at] += _curve_of(op, self.forward)(forward_bytes(op))
             if op.differentiable:
-                back = self._moved(op, self.backward, backward_bytes(op))
+                back = _curve_of(op, self.backward)(backward_bytes(op))
                 backward[at] += back
                 halves[at] += back
         for at, op, passes in self._products(positions):
@@ -223,18 +221,8 @@ class CostModel:
             works = [work for _, _, work in entries]
             seconds = {name: self.products[kind][name].seconds(works) for name in PASSES}
             for row, (at, op, _) in enumerate(entries):
-                passes = {name: seconds[name][row] for name in PASSES}
-                passes["forward"] += self.fresh(op.written_bytes)
-                passes["input"] += self.fresh(op.read_bytes)
-                timed.append((at, op, passes))
+                timed.append((at, op, {name: seconds[name][row] for name in PASSES}))
         return timed
-
-    def _moved(self, op: Op, curves: Mapping[str, Curve], moved: float) -> float:
-        if not moved:
-            return 0.0
-        curve = curves.get(op.name) or curves.get(op.name.rstrip("_")) or curves[USUAL]
-        taken = 0 if op.name.endswith("_") and curves is self.forward else op.written_bytes
-        return curve(moved) + self.fresh(op.read_bytes if curves is self.backward else taken)
 
     def to_json(self) -> str:
         """Return text that ``from_json`` takes."""
@@ -249,7 +237,11 @@ class CostModel:
         for passes in data["products"].values():
             for name, model in passes.items():
                 passes[name] = PassModel(model["flop_s"], model["byte_s"], Polynomial.from_dict(model["ratio"]))
-        return CostModel(**data | {"fresh": _curve(data["fresh"])})
+        return CostModel(**data)
+
+
+def _curve_of(op: Op, curves: Mapping[str, Curve]) -> Curve:
+    return curves.get(op.name) or curves.get(op.name.rstrip("_")) or curves[USUAL]
 
 
 def _curve(data: Mapping[str, Any]) -> Curve:

@@ -64,6 +64,7 @@ class AsyncEngine(Engine):
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
         self._stage.module.train()
         self._stage.statistics.begin_step(self._work.m)
+        self._work.update.begin_step()
         self._marks, self._losses, self._waited_s = [], {}, 0.0
         self._feed, self._step = StepBatches(microbatches, self.share), step
         if self._replayed:

@@ -24,7 +24,7 @@ from parallel.comm.torch_shard import (
     shard_module,
     whole_tensor,
 )
-from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep
+from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep, requires_grad_changed
 from parallel.engine.sharding_units import recomputed_modules, sharding_units
 from parallel.engine.state_dict import options_by_name, own_state, states_by_name, whole_state
 from parallel.engine.step import (
@@ -35,6 +35,7 @@ from parallel.engine.step import (
     mean_loss,
     measured,
     microbatch_seed,
+    missing_microbatch,
     read_losses,
 )
 from parallel.memory.policy import NO_BLOCKS
@@ -105,6 +106,7 @@ class FullyShardedEngine(TrainingEngine):
             recompute_in_backward(block, self._second_pass)
         self.module, self.counted = shard_module(module, units, communicator, device), True
         self._held = dict(module.named_parameters())
+        self._trained = [parameter.requires_grad for parameter in self._held.values()]
         self._parts = {
             name: nn.Parameter(own_part(each), requires_grad=each.requires_grad) for name, each in self._held.items()
         }
@@ -112,7 +114,7 @@ class FullyShardedEngine(TrainingEngine):
             make_optimizer,
             owned=self._parts,
             unshared=[*self._held.values(), *self._parts.values()],
-            held=self._parts.values(),
+            held=self._parts,
             offload=offload,
         )
         assert self._update.optimizer is not None, "a model has parameters"
@@ -144,10 +146,14 @@ class FullyShardedEngine(TrainingEngine):
         return NeededInputs(images=True, targets=True)
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
+        if [parameter.requires_grad for parameter in self._held.values()] != self._trained:
+            raise requires_grad_changed(self._held, self._trained)
         self.module.train()
         self._update.begin_step()
         self._statistics.begin_step(self._m)
         computed = {i: self._accumulate(i, each, step) for i, each in zip(self.share, microbatches, strict=False)}
+        if len(computed) < len(self.share):
+            raise missing_microbatch(self.share[len(computed)])
         losses = read_losses(computed, self._m)
         tiles = int(losses[1].sum())
         mean = mean_loss(self._communicator, losses)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from parallel.comm.sharded_reducer import ParameterPiece, ShardedReducer
 from parallel.offload.copies import Copies
-from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
+from parallel.offload.host_optimizer import LR_SCALE, HostOptimizer, nothing, set_learning_rate
 
 AVERAGE, UPDATES = "average", "averaged_updates"
 """Keys of a parameter's state: its average, and how many updates are in that."""
@@ -93,14 +93,14 @@ class OptimizerStep:
     Args:
         owned: parameters that this rank updates, by name; pieces of those that are divided among ranks.
         unshared: parameters whose gradients stay on this rank; those of shared ones are zeroed by their reducer.
-        held: all parameters this rank holds.
+        held: all parameters this rank holds, by name.
         pieces: of ``owned``, those that are pieces, by name.
         shards: gather the parameters that are divided, in the same order on all ranks.
         offload: copies to and from the host, where the optimizer then is; None: it is where the parameters are.
         resident: with ``offload``, the parameters are on the host themselves.
 
     Raises:
-        ValueError: the optimizer cannot update pieces of parameters.
+        ValueError: the optimizer cannot update pieces of parameters, or as ``validate_groups``.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class OptimizerStep:
         *,
         owned: Mapping[str, nn.Parameter],
         unshared: Iterable[nn.Parameter],
-        held: Iterable[nn.Parameter],
+        held: Mapping[str, nn.Parameter],
         pieces: Mapping[str, ParameterPiece] = MappingProxyType({}),
         shards: Sequence[ShardedReducer] = (),
         offload: Copies | None = None,
@@ -123,6 +123,8 @@ class OptimizerStep:
             self.owned, self.optimizer = self._host.owned, self._host.optimizer
         elif owned:
             self.optimizer = make_optimizer(list(owned.items()))
+        if self.optimizer is not None:
+            validate_groups(self.optimizer, self.owned)
         if pieces and type(self.optimizer) not in ELEMENTWISE:
             able = ", ".join(each.__name__ for each in ELEMENTWISE)
             raise ValueError(
@@ -130,7 +132,8 @@ class OptimizerStep:
                 f"ones: use one of {able}, or --zero 0"
             )
         self._unshared = tuple(unshared)
-        self._held = tuple(held)
+        self._held = dict(held)
+        self._trained = [parameter.requires_grad for parameter in held.values()]
         self.pieces, self._shards = pieces, tuple(shards)
         self._before_update = nothing
 
@@ -143,13 +146,15 @@ class OptimizerStep:
     def on_device(self) -> Iterator[Tensor]:
         """Parameters, gradients and optimizer state that are on the device between two steps."""
         if self._host is None or not self._host.resident:
-            for parameter in self._held:
+            for parameter in self._held.values():
                 yield from (parameter,) if parameter.grad is None else (parameter, parameter.grad)
             yield from self._piece_grads()
         for state in self.optimizer.state.values() if self.optimizer and self._host is None else ():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def begin_step(self) -> None:
+        if [parameter.requires_grad for parameter in self._held.values()] != self._trained:
+            raise requires_grad_changed(self._held, self._trained)
         if self._host is not None:
             self._host.begin_step()
         for parameter in self._unshared:
@@ -182,7 +187,7 @@ class OptimizerStep:
                     self.optimizer.state[parameter] = self.optimizer.state.pop(old)
             self.owned = {name: new.get(parameter, parameter) for name, parameter in self.owned.items()}
             self._unshared = tuple(new.get(parameter, parameter) for parameter in self._unshared)
-            self._held = tuple(new.get(parameter, parameter) for parameter in self._held)
+            self._held = {name: new.get(parameter, parameter) for name, parameter in self._held.items()}
         self.apply(learning_rate, scale=1.0)
 
     @torch.no_grad()
@@ -192,7 +197,7 @@ class OptimizerStep:
         Args:
             scale: what the gradients are multiplied with; 1 in the usual step.
         """
-        gradients = [parameter.grad for parameter in self._held if parameter.grad is not None] + self._piece_grads()
+        gradients = [p.grad for p in self._held.values() if p.grad is not None] + self._piece_grads()
         if scale != 1 and gradients:
             self.rollback()
             torch._foreach_mul_(gradients, scale)
@@ -222,3 +227,36 @@ class OptimizerStep:
 
     def _piece_grads(self) -> list[Tensor]:
         return [piece.value.grad for piece in self.pieces.values() if piece.value.grad is not None]
+
+
+def validate_groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse an optimizer whose state cannot be saved by name, or whose learning rates a step would replace.
+
+    Raises:
+        ValueError: it is not over the named ``parameters``, or a group without ``LR_SCALE`` has a learning rate of
+            its own.
+    """
+    groups = optimizer.param_groups
+    pairs = (zip(group.get("param_names", ()), group["params"], strict=False) for group in groups)
+    named = {name: parameter for group in pairs for name, parameter in group}
+    if strange := [name for name in {**parameters, **named} if named.get(name) is not parameters.get(name)]:
+        raise ValueError(
+            f"the optimizer lacks or renames {len(strange)} of the {len(parameters)} parameters that make_optimizer is "
+            f"given, such as {strange[0]}: pass it all pairs of name and parameter, also those of frozen parameters"
+        )
+    usual = optimizer.defaults.get("lr")  # a rank of a pipeline may hold one of the groups alone
+    if rates := [group.get("lr") for group in groups if LR_SCALE not in group and group.get("lr") != usual]:
+        raise ValueError(
+            f"a group of the optimizer has the learning rate {rates[0]}, others {usual}, and engine.step would replace "
+            f"both by one: give the group a factor in place of it, such as {LR_SCALE!r}: 0.01"
+        )
+
+
+def requires_grad_changed(parameters: Mapping[str, nn.Parameter], trained: Sequence[bool]) -> ValueError:
+    """Return the error for ``parameters`` of which others require a gradient than when the engine was built."""
+    pairs = zip(parameters.items(), trained, strict=True)
+    name, before = next((name, was) for (name, parameter), was in pairs if parameter.requires_grad != was)
+    return ValueError(
+        f"requires_grad of {name} is {not before}, and was {before} when the engine was built: assemble the engine "
+        "again and load its state"
+    )

@@ -54,7 +54,10 @@ class ParameterServer:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.data = view
         self.update = OptimizerStep(
-            make_optimizer, owned={**parameters, **copies}, unshared=(), held=[*parameters.values(), *copies.values()]
+            make_optimizer,
+            owned={**parameters, **copies},
+            unshared=(),
+            held={**parameters, **{f"{name} of the server": each for name, each in copies.items()}},
         )
         self._rule, self._communicator = rule, communicator
         # Parameters that are being sent to each other worker, and gradients that arrive from it.

@@ -130,18 +130,32 @@ def own_state(optimizer: Optimizer, whole: Mapping[str, Any], names: Sequence[st
     """Return the part of ``whole`` that ``optimizer`` holds, as its ``load_state_dict`` takes it.
 
     Args:
-        whole: as ``whole_state`` gave it.
+        whole: as ``whole_state`` gave it, or a plain optimizer over named parameters.
         names: of the whole model's parameters, in order.
 
     Raises:
-        ValueError: a parameter had another weight decay or learning rate than its group has.
+        ValueError: a parameter had another weight decay or learning rate than its group has, or is not there, or
+            parameters of several groups have no names.
     """
-    numbers = {name: number for number, name in enumerate(names)}
+    held = whole["param_groups"]
+    pairs = (zip(group.get("param_names", ()), group["params"], strict=False) for group in held)
+    named = {name: number for group in pairs for name, number in group}
+    if not named and len(held) > 1:  # a plain optimizer numbers its parameters group by group
+        raise ValueError(
+            f"the checkpoint's optimizer has {len(held)} groups without param_names: save it from an optimizer over "
+            "named parameters"
+        )
+    numbers = named or {name: number for number, name in enumerate(names)}
     options = {number: _options(group) for group in whole["param_groups"] for number in group["params"]}
-    states, groups = {}, []
+    states: dict[int, Any] = {}
+    groups = []
     for group in optimizer.state_dict()["param_groups"]:
         for own_number, name in zip(group["params"], group["param_names"], strict=True):
-            number = numbers[name]
+            number = numbers.get(name)
+            if number not in options:
+                raise ValueError(
+                    f"the checkpoint's optimizer lacks {name}: save it from an optimizer over all named parameters"
+                )
             for key in DIVIDING:
                 if options[number].get(key) != group.get(key):
                     raise ValueError(

@@ -99,6 +99,11 @@ def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:
     return sums(output, as_tensor(microbatch.targets))
 
 
+def missing_microbatch(number: int) -> ValueError:
+    """Return the error for a step that was given too few microbatches."""
+    return ValueError(f"microbatch {number} is missing: give engine.step one for each number in engine.share, in order")
+
+
 def read_losses(losses: Mapping[int, tuple[Tensor, int]], m: int) -> Tensor:
     """Return the mean losses and the sizes of ``m`` microbatches, float64 (2, m) on the CPU, 0 where there is none.
 
@@ -255,7 +260,10 @@ class StepBatches:
         """(n, 3, h, w) of microbatch ``i``."""
         while i not in self._shapes:
             number = next(self._numbers)
-            self._images[number], self._targets[number], self._shapes[number] = next(self._source)
+            try:
+                self._images[number], self._targets[number], self._shapes[number] = next(self._source)
+            except StopIteration:
+                raise missing_microbatch(number) from None
         return self._shapes[i]
 
     def images(self, i: int) -> Tensor | Boxes:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -26,56 +23,6 @@ Direction = Literal["out", "back"]
 """Out to the host, back to the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyTime:
-    """One copy."""
-
-    direction: Direction
-    bytes: int
-    seconds: float
-
-    @property
-    def bandwidth(self) -> float:
-        """Return the bytes per second."""
-        return self.bytes / self.seconds if self.seconds else 0.0
-
-
-class CopyClock:
-    """Records the time of copies while it is ``on``."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self._times: list[CopyTime] = []
-        self._events: list[tuple[Direction, int, torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def timing(self, direction: Direction, tensor: Tensor, *, gpu: bool) -> Iterator[None]:
-        """Return a context for a copy of ``tensor``, which is begun on the current stream of a GPU or blocks."""
-        if not self.on:
-            yield
-            return
-        size = tensor.numel() * tensor.element_size()
-        if gpu:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            yield
-            end.record()
-            self._events.append((direction, size, begin, end))
-        else:
-            began = time.perf_counter()
-            yield
-            self._times.append(CopyTime(direction, size, time.perf_counter() - began))
-
-    @property
-    def times(self) -> list[CopyTime]:
-        """Return the times of all copies since this list was cleared; waits for those under way."""
-        for direction, size, begin, end in self._events:
-            end.synchronize()
-            self._times.append(CopyTime(direction, size, begin.elapsed_time(end) / 1000))
-        self._events.clear()
-        return self._times
-
-
 class Copies:
     """Copies of one device; this one of a CPU, where they are done when the call that asks returns.
 
@@ -84,9 +31,6 @@ class Copies:
     """
 
     pinned = False
-
-    def __init__(self) -> None:
-        self.clock = CopyClock()
 
     @staticmethod
     def for_device(device: torch.device) -> Copies:
@@ -108,8 +52,7 @@ class Copies:
 
         ``source`` has to be held, and left as it is, until the mark.
         """
-        with self.clock.timing("out", source, gpu=False):
-            into.copy_(source)
+        into.copy_(source)
         return None
 
     def to_device(self, source: Tensor) -> tuple[Tensor, Mark]:
@@ -117,8 +60,7 @@ class Copies:
 
         The copy reads ``source`` as it is once all copies that were waited for are done.
         """
-        with self.clock.timing("back", source, gpu=False):
-            return torch.empty_like(source).copy_(source), None
+        return torch.empty_like(source).copy_(source), None
 
     def wait(self, mark: Mark) -> None:
         """Let what the device computes from now on wait for the copy."""
@@ -133,7 +75,6 @@ class CudaCopies(Copies):
     pinned = True
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._device = device
         self._streams = copy_streams(device)
 
@@ -164,8 +105,7 @@ class CudaCopies(Copies):
         stream.wait_stream(torch.cuda.current_stream(self._device))
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            with self.clock.timing(direction, source, gpu=True):
-                target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             end.record()
         return end
 

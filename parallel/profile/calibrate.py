@@ -30,12 +30,12 @@ from parallel.cost.roofline import ROUND, Product, backward_bytes, forward_bytes
 from parallel.graph.layers import Convolution
 from parallel.profile.cache import CoreUse, cpu_model, keep_freed_memory, load_or_measure
 from parallel.profile.gpu import gpu_at, last_error, set_tf32
-from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_fresh, time_moving, time_product
+from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_moving, time_product
 
 QUICK_S = 45.0
 """Budget where a plan waits for it."""
 
-FORMAT = {"cpu": 5, "cuda": 5}
+FORMAT = {"cpu": 6, "cuda": 6}
 """By kind of device; raised when models kept by earlier versions no longer hold."""
 
 BEST = 0.1
@@ -45,9 +45,6 @@ LEAST_S = 1e-9
 ROOT = Path(__file__).parents[2]
 
 MIB = 2**20
-FRESH_BYTES = (4 * MIB, 24 * MIB, 40 * MIB, 160 * MIB)
-"""glibc asks the kernel for blocks of 32 MiB and more, at the latest."""
-LARGEST_OF_HEAP = 32 * MIB - 8192
 MOVED_BYTES = (16 * 1024, MIB, 6 * MIB, 32 * MIB)
 """Of the images that operations other than products are timed on."""
 CHANNELS = 64
@@ -64,7 +61,6 @@ class DeviceUse:
         together: ranks that compute at the same time on this machine, if it is a CPU; on an accelerator 1.
         dtype: of the products; half types are mixed precision, for graphs traced in float32.
         channels_last: memory layout of images.
-        heap_kept: the ranks call ``keep_freed_memory``.
         tf32: float32 is multiplied in TF32, on a GPU.
     """
 
@@ -73,7 +69,6 @@ class DeviceUse:
     together: int = 1
     dtype: torch.dtype = torch.float32
     channels_last: bool = True
-    heap_kept: bool = False
     tf32: bool = False
 
     def key(self) -> dict[str, Any]:
@@ -88,7 +83,6 @@ class DeviceUse:
             "together": self.together,
             "dtype": str(self.dtype),
             "channels_last": self.channels_last,
-            "heap_kept": self.heap_kept,
         } | ({"tf32": self.tf32} if cuda else {})
 
 
@@ -118,7 +112,6 @@ def calibrate(use: DeviceUse, seconds: float = QUICK_S) -> CostModel:
         "threads": use.threads,
         "dtype": str(use.dtype).removeprefix("torch."),
         "channels_last": use.channels_last,
-        "heap_kept": use.heap_kept,
         "tf32": use.tf32,
         "seconds": seconds,
     }
@@ -132,11 +125,8 @@ def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: 
     """Return the model that explains ``readings``, as ``readings_of`` gives them; ``key`` as ``DeviceUse.key``."""
     products: dict[str, list[tuple[OpWork, dict[str, float]]]] = defaultdict(list)
     curves: dict[str, dict[str, list[list[float]]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
-    fresh: list[list[float]] = []
     for reading in readings:
-        if reading["what"] == "fresh":
-            fresh.append([reading["bytes"], reading["seconds"]])
-        elif reading["what"] == "moving":
+        if reading["what"] == "moving":
             for side, points in curves.items():
                 if reading[side][0] and reading[side][1]:
                     points[reading["name"]].append(reading[side])
@@ -157,7 +147,6 @@ def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: 
         models,
         {name: _curve(points) for name, points in curves["forward"].items()},
         {name: _curve(points) for name, points in curves["backward"].items()},
-        _curve(fresh),
         float(np.median(errors)),
         seconds,
     )
@@ -212,12 +201,7 @@ def readings_of(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     seconds = settings["seconds"]
     begin = time.perf_counter()
     left: Callable[[float], bool] = lambda share: time.perf_counter() - begin < share * seconds  # noqa: E731
-    if settings["heap_kept"]:
-        keep_freed_memory()
-    torch.empty(LARGEST_OF_HEAP, dtype=torch.uint8).fill_(1)  # glibc learns from it, as from any training step
-    for size in FRESH_BYTES:
-        yield {"what": "fresh", "bytes": size, "seconds": time_fresh(size, setting)}
-    keep_freed_memory()  # what new memory costs is known, and may not blur what follows
+    keep_freed_memory()  # as ranks do when they are placed
     for number, size in enumerate(MOVED_BYTES):
         side = math.isqrt(size // 4 // CHANNELS)
         images = setting.tensor(1, CHANNELS, side, side)

@@ -4,8 +4,8 @@ Over Gloo: messages there and back, messages between ranks that compute, sums by
 gathered parameters of FSDP2 overlapped with backward passes. On GPUs, over NCCL, or over Gloo where they share one:
 messages between neighbours, sums, and what NCCL allocates.
 
-On a GPU copies go as offloading makes them. On a CPU they are copies in memory, made by one thread for each rank that
-will compute, because the ranks share the memory.
+On a GPU the host's memory is page-locked, as for offloading. On a CPU these are copies in memory, made by one thread
+for each rank that will compute, because the ranks share the memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parallel.cost.cluster import LinkSpec
 from parallel.offload.copies import CudaCopies
@@ -211,18 +212,22 @@ def measure_copies(device: torch.device, *, threads: int = 1, together: int = 1)
 def gpu_copies(name: str) -> tuple[float, float]:
     """Return bytes per second to the host and to the device ``name``; opens a CUDA context."""
     device = torch.device(name)
-    copies = CudaCopies(device)
     on_device = torch.ones(SIZE, dtype=torch.uint8, device=device)
-    on_host = copies.empty_on_host(SIZE)
-    for number in range(WARM_UP + COPIES):
-        copies.clock.on = number >= WARM_UP
-        copies.synchronize(copies.to_host(on_device, on_host))
-        copies.synchronize(copies.to_device(on_host)[1])
-    median = {
-        way: statistics.median(time.bandwidth for time in copies.clock.times if time.direction == way)
-        for way in ("out", "back")
-    }
-    return median["out"], median["back"]
+    on_host = CudaCopies(device).empty_on_host(SIZE)
+
+    def bandwidth(source: Tensor, target: Tensor) -> float:
+        milliseconds: list[float] = []
+        for _ in range(WARM_UP + COPIES):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            milliseconds.append(begin.elapsed_time(end))
+        return 1000 * SIZE / statistics.median(milliseconds[WARM_UP:])
+
+    with torch.cuda.device(device):
+        return bandwidth(on_device, on_host), bandwidth(on_host, on_device)
 
 
 def _in_memory(together: int) -> list[float]:

@@ -247,13 +247,6 @@ def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Readin
     return op, Reading(statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0]), 0.0)
 
 
-def time_fresh(size: int, setting: Setting) -> float:
-    """Return the seconds that ``size`` bytes cost for being new to the process each time, besides being written."""
-    memory = torch.empty(size, dtype=torch.uint8, device=setting.device)
-    new_s = typical_s(lambda: torch.empty_like(memory).fill_(1), setting)
-    return max(new_s - typical_s(lambda: memory.fill_(1), setting), 0.0)
-
-
 def _time(operation: Callable[..., Tensor], given: list[Tensor], setting: Setting) -> Reading:
     """Return the times of ``operation`` on ``given``: what goes in, then parameters."""
     other = [tensor.clone().requires_grad_() for tensor in given]

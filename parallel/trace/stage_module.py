@@ -49,6 +49,11 @@ def as_tensor(value: Tensor | Boxes) -> Tensor:
     """Return all of it as a tensor."""
     if isinstance(value, Tensor):
         return value
+    if isinstance(value, (tuple, list, dict)):
+        raise ValueError(
+            f"images and targets of a microbatch are one tensor each, got a {type(value).__name__}: join its parts in "
+            "a tensor, and take them apart in the model or loss"
+        )
     rows, columns = value.shape[-2:]
     return value.box(Span(0, rows), Span(0, columns))
 

@@ -1,13 +1,15 @@
 """Header of a DICOM file before its frames: kind, series, place on the glass, and what OpenSlide would misread.
 
-OpenSlide would show the first channel of several without a word, leave out a level that was cut short, or bring the
-process down (libdicom follows a table of frame positions that may be absent): such series are refused. Follows
-DICOM PS3.3 section A.32.8 (whole slides), tags of PS3.6.
+OpenSlide would show the first channel of several without a word, mix the levels of two slides, leave out a level that
+was cut short, or bring the process down (libdicom follows a table of frame positions that may be absent): such series
+are refused. Follows DICOM PS3.3 section A.32.8 (whole slides), tags of PS3.6.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -25,6 +27,7 @@ from pipelines.backends.dicom_elements import (
     read_meta,
     read_until,
 )
+from pipelines.backends.tiff_levels import is_reduction
 from pipelines.slides.slide import SlideError
 
 SEGMENTATIONS: Final = frozenset(("1.2.840.10008.5.1.4.1.1.66.4", "1.2.840.10008.5.1.4.1.1.66.7"))
@@ -38,12 +41,14 @@ class Tag(IntEnum):
     SYNTAX = 0x00020010
     CHARACTERS = 0x00080005
     IMAGE_TYPE = 0x00080008
+    PYRAMID = 0x00080019
     SOURCE_SERIES = 0x00081115
     SERIES = 0x0020000E
     FRAME_OF_REFERENCE = 0x00200052
     PARTS = 0x00209163
     ORGANIZATION = 0x00209311
     SAMPLES = 0x00280002
+    PHOTOMETRIC = 0x00280004
     FRAMES = 0x00280008
     ROWS = 0x00280010
     COLUMNS = 0x00280011
@@ -180,6 +185,12 @@ _SYNTAXES: Final = {
     "1.2.840.10008.1.2.4.91": "JPEG 2000",
 }
 _WHOLE_SLIDE: Final = "1.2.840.10008.5.1.4.1.1.77.1.6"
+_PIXELS_IN_FRAGMENTS: Final = b"\xe0\x7f\x10\x00OB\0\0\xff\xff\xff\xff"
+_CODESTREAM: Final = b"\xff\x4f\xff\x51"
+_SIZ_BYTES: Final = 42
+"""Start of a codestream up to the sizes of its components (ITU-T T.800, A.5.1)."""
+_STREAM_WITHIN: Final = 1 << 24
+"""Bytes of the pixels that are searched for the first codestream: it lies behind the table of the frames."""
 
 
 def refuse_series(path: Path) -> None:
@@ -187,9 +198,11 @@ def refuse_series(path: Path) -> None:
 
     Raises:
         SlideError: channels, planes, samples or a compression that are not read. No ImageType, or frames without their
-            positions. Sequences nested too deep. A file that is cut short, or a .dcm file that cannot be read.
+            positions. Sequences nested too deep. A file that is cut short, or a .dcm file that cannot be read. Several
+            pyramids.
     """
     series = _of_slide(path)[0].text(Tag.SERIES)
+    volumes: list[Item] = []
     for file in sorted(path.parent.iterdir()):
         try:
             if not file.is_file() or not is_dicom(file):
@@ -211,8 +224,25 @@ def refuse_series(path: Path) -> None:
         if header.text(Tag.SERIES) == series and header.text(Tag.SOP_CLASS) == _WHOLE_SLIDE:
             if is_cut:
                 raise SlideError(f"{path}: {file.name} of its series ends before its pixels: cut short; copy it again")
-            if fault := _fault(header):
+            if fault := _fault(header) or _colour_fault(header, file):
                 raise SlideError(f"{path}: {file.name} of its series {fault}")
+            if _is_volume(header):
+                volumes.append(header)
+    if len(volumes) > 1:
+        _refuse_pyramids(path, volumes)
+
+
+def _refuse_pyramids(path: Path, volumes: Sequence[Item]) -> None:
+    """Refuse a series of several pyramids, such as two pieces of tissue: OpenSlide would mix their levels."""
+    uids = {header.text(Tag.PYRAMID) for header in volumes} - {""}
+    pairs = {(header.number(Tag.MATRIX_COLUMNS, 0), header.number(Tag.MATRIX_ROWS, 0)) for header in volumes}
+    largest, *others = sorted(pairs, reverse=True)
+    if len(uids) > 1 or (not uids and not all(is_reduction(largest, size) for size in others)):
+        sizes = ", ".join(f"{width} x {height}" for width, height in (largest, *others))
+        raise SlideError(
+            f"{path}: its series has several slides, of which one would be shown with levels of another: files of "
+            f"{sizes} px with {len(uids)} PyramidUIDs (0008,0019); move the files of each into a folder of its own"
+        )
 
 
 def _fault(header: Item) -> str:
@@ -225,8 +255,8 @@ def _fault(header: Item) -> str:
             "has no ImageType (0008,0008), which tells levels from labels: the file is damaged or was changed by a "
             "program; copy it again, or write ImageType anew, such as ORIGINAL\\PRIMARY\\VOLUME\\NONE"
         )
-    if "VOLUME" not in header.text(Tag.IMAGE_TYPE).split("\\"):
-        return ""  # label, overview, thumbnail: no level
+    if not _is_volume(header):
+        return ""
     samples, bits = header.number(Tag.SAMPLES, 3), header.number(Tag.BITS, 8)
     if (samples, bits) != (3, 8):
         return f"has {samples} sample(s) of {bits} bits per px; a slide has 3 of 8; convert it to 8-bit RGB"
@@ -240,6 +270,28 @@ def _fault(header: Item) -> str:
             "groups); copy it again, or write it anew as TILED_FULL"
         )
     return ""
+
+
+def _is_volume(header: Item) -> bool:
+    """Return whether a file is a level, not a label, overview or thumbnail."""
+    return "VOLUME" in header.text(Tag.IMAGE_TYPE).split("\\")
+
+
+def _colour_fault(header: Item, path: Path) -> str:
+    """Error in a JPEG 2000 level whose first frame is stored without the colour transform that its header names."""
+    colours = header.text(Tag.PHOTOMETRIC)
+    if colours not in ("YBR_ICT", "YBR_RCT") or not _is_volume(header):
+        return ""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        pixels = data.find(_PIXELS_IN_FRAGMENTS)
+        stream = data.find(_CODESTREAM, max(0, pixels), pixels + _STREAM_WITHIN)
+        cod = data.find(b"\xff\x52", stream + _SIZ_BYTES)  # its byte 8 is the multiple component transform, table A.15
+        if min(pixels, stream, cod) < 0 or data[cod + 8 : cod + 9] != b"\0":
+            return ""
+    return (
+        f"has the PhotometricInterpretation {colours}, and JPEG 2000 frames without that colour transform: YCbCr would "
+        "be read as RGB; convert the original slide again with another program, or to RGB"
+    )
 
 
 def _of_slide(path: Path) -> tuple[Item, bool]:

@@ -24,7 +24,7 @@ from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.backends.tiled import is_ycbcr
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
-from pipelines.slides.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError
+from pipelines.slides.slide import PADDING, NotThisFormat, Pixels, SlideError, TileReadError, is_disk_error
 
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF")
 """No other reader of Pillow is asked: some start programs (Ghostscript for EPS), whatever the file is called."""
@@ -135,6 +135,8 @@ def _decode(path: Path, page: Page | None) -> Pixels:
     except SlideError:
         raise
     except Exception as error:  # as in open_image
+        if is_disk_error(error):
+            raise
         raise TileReadError(f"{path}: the picture cannot be decoded ({error}); it is damaged or cut short") from error
 
 
@@ -155,6 +157,8 @@ def _decode_strips(path: Path, page: Page) -> Pixels | None:
             if offset == count == 0:  # never written
                 strip[...] = PADDING
                 continue
+            if offset < 0 or count < 0:
+                raise ValueError("the file holds no data for it")
             if count > 2 * rows * page.width * 3 + 65536:
                 raise ValueError(f"{count} bytes cannot be one strip of {rows} x {page.width} px")
             data = os.pread(file.fileno(), int(count), int(offset))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -14,6 +16,8 @@ from numpy.typing import NDArray
 
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.slides.slide import PADDING, Pixels, SlideError
+
+log = logging.getLogger(__name__)
 
 
 class Inside(NamedTuple):
@@ -60,6 +64,9 @@ def scratch(size: int) -> NDArray[np.uint8]:
 AXES_TOLERANCE = 0.05
 """Largest relative difference of the x and y mpp that is still taken for square pixels."""
 
+OVERRIDE_TOLERANCE = 0.05
+"""Largest relative difference between the user's mpp and that of the file without a warning."""
+
 OVERRIDE = "give it with --slide-mpp, or per slide in the column `mpp` of --mpp-table FILE"
 
 Recorded = float | str | None
@@ -67,17 +74,20 @@ Recorded = float | str | None
 
 
 def level0_mpp(path: Path, mpp_x: Recorded, mpp_y: Recorded, override: float | None) -> float:
-    """Return um/px of level 0: ``override``, the user's, or else what the file at ``path`` records.
+    """Return um/px of level 0: ``override``, the user's, or else what the file at ``path`` records. Warn if they
+    differ.
 
     Raises:
         ValueError: ``override`` is implausible.
         SlideError: no override, and the file's values are missing, implausible or not square.
     """
+    found = [value for value in (mpp_x, mpp_y) if isinstance(value, float | int)]
     if override is not None:
         if not check_mpp(override):
             raise ValueError(f"the mpp given for {path} must be {MPP_MIN:g} to {MPP_MAX:g} um/px; got {override:g}")
+        if found and all(check_mpp(value) and abs(override / value - 1) > OVERRIDE_TOLERANCE for value in found):
+            _warn_of_override(path, found[0], override)
         return float(override)
-    found = [value for value in (mpp_x, mpp_y) if isinstance(value, float | int)]
     if not found:
         unread = next((text for text in (mpp_x, mpp_y) if text), None)
         raise SlideError(f"{path}: the file {unread or 'does not record its um/px (mpp)'}; {OVERRIDE}")
@@ -93,6 +103,18 @@ def level0_mpp(path: Path, mpp_x: Recorded, mpp_y: Recorded, override: float | N
             f"{AXES_TOLERANCE:.0%}; if one of them is right, {OVERRIDE}"
         )
     return (found_x + found_y) / 2
+
+
+@lru_cache(4096)
+def _warn_of_override(path: Path, recorded: float, override: float) -> None:
+    """Warn once: a slide is opened several times."""
+    log.warning(
+        "%s: the file records %.4g um/px; it is read as %.4g, given by --slide-mpp, --mpp-table or the run. "
+        "--mpp-table gives slides their own",
+        path,
+        recorded,
+        override,
+    )
 
 
 SIMILAR: Final = 1 / 16

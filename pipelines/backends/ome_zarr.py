@@ -29,6 +29,9 @@ SCALE_TOLERANCE: Final = 0.1
 """By which the extent of a level, px times scale, may differ from that of level 0, besides the rounding of its side."""
 
 AXIS_TYPES: Final = {"t": "time", "c": "channel", "z": "space", "y": "space", "x": "space"}
+_RGB: Final = ["FF0000", "00FF00", "0000FF"]
+_NO_COLOURS: Final = frozenset(("", "FFFFFF"))
+"""Colours of a channel that do not tell whether it is R, G or B. White, or one colour for all, is given to RGB, too."""
 UM_PER_UNIT: Final = {
     "angstrom": 1e-4, "picometer": 1e-6, "nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4,
     "decimeter": 1e5, "meter": 1e6, "inch": 25_400.0,
@@ -106,6 +109,14 @@ def _multiscales(root: ZarrStore, attributes: Mapping[str, Any]) -> list[ZarrIma
         groups = {}
         while len(groups) < MAX_IMAGES and any(holds(root, *(key_of(str(len(groups)), name) for name in MARKERS))):
             groups[f"{len(groups)}/"] = _attributes(root, str(len(groups))) or {}
+    for inner in groups.values():
+        channels = (inner.get("omero") or {}).get("channels") or ()
+        colours = [str(channel.get("color") or "").upper().lstrip("#") for channel in channels]
+        if len(colours) == len({*colours} - _NO_COLOURS) == 3 and colours != _RGB:
+            raise SlideError(
+                f"{root}: its three channels have the colours {', '.join(colours)} (omero), so they are not R, G, B; "
+                "merge them to 8-bit RGB"
+            )
     images = [
         _multiscale(root, below, image)
         for below, inner in groups.items()

@@ -81,6 +81,8 @@ class OpenSlideReader:
                 if self._slide is slide:
                     self._slide = None  # the next read opens another; threads inside this one still hold it
             height, width = inside.out.shape[:2]
+            with self._path.open("rb") as file:
+                file.read(1)  # fails where the disk or share does, of which OpenSlide's error does not tell
             raise TileReadError(
                 f"{self._path}: pixels cannot be read at level {level}, x {inside.l_x}, y {inside.l_y}, "
                 f"{width} x {height} px: {error}; the file is damaged there"

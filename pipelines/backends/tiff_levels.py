@@ -157,8 +157,10 @@ _UM_PER_UNIT: Final = {2: 25_400.0, 3: 10_000.0}
 _UM_PER_OME_UNIT: Final = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4}
 YCBCR: Final = 6
 _JPEG: Final = (6, 7)
-_COLOURS: Final = {1: (0, 1, 3), 3: (2, YCBCR)}
-"""PhotometricInterpretation by samples per px: grey either way round and palette; RGB and YCbCr."""
+_CHANNELS: Final = {0: 1, 1: 1, 3: 1, 2: 3, YCBCR: 3, 5: 4}
+"""Channels by PhotometricInterpretation: grey either way round and palette; RGB and YCbCr; CMYK."""
+_ALPHA: Final = (1, 2)
+"""ExtraSamples of a channel that is opacity; 0 is a channel of any kind, which libraries take for opacity, too."""
 PRINT_UM: Final = 20.0
 """Coarser than this, the tag is a writer's default (72, 96, 300 or 1200 dots per inch), not a scanner's resolution."""
 
@@ -181,7 +183,8 @@ def find_levels(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[P
     if not image.page.is_tiled:
         raise NotThisFormat(f"{tiff.path}: not a tiled TIFF: its image lies in strips")
     finest, *coarser = sorted((p for p in candidates if p.is_tiled), key=lambda p: (p.width, p.height), reverse=True)
-    levels = [finest, *(level for level in coarser if _is_reduction(finest, level))]
+    size = (finest.width, finest.height)
+    levels = [finest, *(level for level in coarser if is_reduction(size, (level.width, level.height)))]
     # Every tiled image of an SVS is a level. Only other proportions give away another slide: the size that begins a
     # description is that of the slide or, from a GT450, of the page itself.
     other_sizes = {(p.width, p.height) for p in candidates} - {(p.width, p.height) for p in levels}
@@ -220,7 +223,8 @@ def refuse_samples(tiff: Tiff, page: Page) -> None:
     """Refuse samples that libraries read as something else without a word.
 
     Raises:
-        SlideError: they are not unsigned numbers of 8 bits, or the tags about their colours contradict each other.
+        SlideError: they are not unsigned numbers of 8 bits, there are further channels, or the tags about colours
+            contradict each other.
     """
     bits, kinds = set(page.array(Tag.BITS).tolist()) or {1}, set(page.array(Tag.SAMPLE_FORMAT).tolist()) or {1}
     if max(bits) > 8 or min(bits) < 1 or kinds != {1}:
@@ -230,11 +234,13 @@ def refuse_samples(tiff: Tiff, page: Page) -> None:
             f"of {', '.join(map(str, sorted(bits)))} bits (SampleFormat {max(kinds)}); convert it to 8-bit RGB"
         )
     samples, colours = page.number(Tag.SAMPLES, 1), page.number(Tag.PHOTOMETRIC, UNREADABLE)
-    compression = page.number(Tag.COMPRESSION, 1)
-    if (samples in (1, 3) and colours not in _COLOURS[samples]) or (colours == YCBCR and compression not in _JPEG):
+    compression, extra = page.number(Tag.COMPRESSION, 1), page.number(Tag.EXTRA_SAMPLES, 0)
+    is_image = colours in _CHANNELS and samples - _CHANNELS[colours] in (0, int(extra in _ALPHA))
+    if not is_image or (colours == YCBCR and compression not in _JPEG):
         raise SlideError(
-            f"{tiff.path}: damaged TIFF: page {page.index} has {samples} samples per px, compression {compression} and "
-            f"colours of kind {colours} (PhotometricInterpretation), which do not go together"
+            f"{tiff.path}: page {page.index} has {samples} samples per px, compression {compression}, colours of kind "
+            f"{colours} (PhotometricInterpretation) and ExtraSamples {extra}. A slide is one RGB or grey image, with "
+            "one alpha channel at most. Merge several channels to 8-bit RGB, or save one; else the file is damaged"
         )
 
 
@@ -288,11 +294,10 @@ def _number(text: str) -> Recorded:
         return f"records {text[:40]!r} um/px, which is no number"
 
 
-def _is_reduction(base: Page, page: Page) -> bool:
-    """True when ``page`` has the shape of ``base`` made smaller, rounding of both sides allowed."""
-    if not (0 < page.width < base.width and page.height > 0):
-        return False
-    return abs(page.height - page.width * base.height / base.width) <= 2 + 0.01 * page.height
+def is_reduction(base: tuple[int, int], level: tuple[int, int]) -> bool:
+    """True when ``level`` (width, height) has the shape of ``base`` made smaller, rounding of both sides allowed."""
+    width, height = level
+    return 0 < width < base[0] and height > 0 and abs(height - width * base[1] / base[0]) <= 2 + 0.01 * height
 
 
 def refuse_other_vendors(tiff: Tiff) -> None:

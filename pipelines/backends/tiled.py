@@ -113,7 +113,7 @@ class TiledReader:
             pixels[...] = PADDING
             return
         try:
-            if count < 1:
+            if count < 1 or offset < 0:
                 raise ValueError("the file holds no data for it")
             if count > 2 * pixels.nbytes + 65536:
                 raise ValueError(f"{count} bytes cannot be one tile of {pixels.nbytes} bytes")
@@ -121,7 +121,7 @@ class TiledReader:
             if len(data) < count:
                 raise ValueError(f"the file ends {count - len(data)} bytes before the tile does")
             grid.decode(data, pixels)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise TileReadError(
                 f"{self._path}: level {level}, tile column {column}, row {row} ({count} bytes at offset {offset}) "
                 f"cannot be read: {error}"

@@ -23,7 +23,7 @@ from pipelines.backends.ome_zarr import ZarrImage, read_images
 from pipelines.backends.zarr_store import NO_FILE, ZarrStore, bound_v2, key_of, most_bytes, open_store
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
-from pipelines.slides.slide import NotThisFormat, Pixels, SlideError, TileReadError
+from pipelines.slides.slide import NotThisFormat, Pixels, SlideError, TileReadError, is_disk_error
 
 BAND_BYTES = 64 << 20
 """Decoded pixels held beside the caller's array."""
@@ -68,6 +68,8 @@ class ZarrReader:
             except SlideError:  # a server that does not answer: the slide's fault, not the chunk's
                 raise
             except Exception as error:  # codecs raise whatever they like on damaged chunks
+                if is_disk_error(error):
+                    raise
                 raise TileReadError(
                     f"{self._store}: pixels cannot be read at level {level}, x {inside.l_x}, y {y}, "
                     f"{columns} x {stop - start} px: {type(error).__name__}: {error}; the chunk is damaged"

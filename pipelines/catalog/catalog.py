@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -90,6 +91,10 @@ def slide_stem(name: str) -> str:
     return stem[:-4] if stem.lower().endswith(".ome") else stem
 
 
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold().strip()
+
+
 class SlideNames:
     """Slides by the names in a table; a name costs the same whatever the number of slides."""
 
@@ -97,13 +102,13 @@ class SlideNames:
         self._known = frozenset(ids)
         self._folded: defaultdict[str, set[str]] = defaultdict(set)
         for slide_id in self._known:
-            self._folded[slide_id.casefold().strip()].add(slide_id)
+            self._folded[_folded(slide_id)].add(slide_id)
 
     def match(self, name: str) -> str | None:
         """Return the slide id that ``name`` means, a path or file extension in it tolerated, or None.
 
-        Upper and lower case and blanks at the ends count first, and tables lose these blanks; a name that fits a single
-        id without them is that one.
+        Upper and lower case, blanks at the ends and the Unicode form count first; a name that fits a single id without
+        them is that one. Tables lose these blanks, and a Mac decomposes the umlauts of file names.
         """
         base = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
         stem = slide_stem(base)
@@ -111,7 +116,7 @@ class SlideNames:
         for exact in (name, slide_stem(name), base, stem, short):
             if exact in self._known:
                 return exact
-        without_case = {text.casefold().strip() for text in (name, base, stem, short)}
+        without_case = set(map(_folded, (name, base, stem, short)))
         folded = set().union(*(self._folded.get(text, ()) for text in without_case))
         return folded.pop() if len(folded) == 1 else None
 

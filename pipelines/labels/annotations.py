@@ -190,7 +190,7 @@ def read_annotations(
 
     Raises:
         ValueError: no file can be read, nothing is drawn in any of them to learn, ids without a name, or a class map
-            that lists what is not drawn.
+            that lists what is not drawn, or whose ``*`` takes another spelling of a listed name.
     """
     cache = AnnotationCache()
     slides = sorted(files.path)
@@ -213,8 +213,8 @@ def read_annotations(
         of_model = set()  # 255 is the class, as in training: it has no number, whatever names the map joins
     numbered = {value: f"class_{value}" for value in sorted(of_model | present - {IGNORE})} if of_model else {}
     mask_names = mask_classes(values, files, folder_names(files) or numbered)
-    if known is None:
-        class_map.check(names | set(mask_names.values()))
+    check = class_map.check if known is None else class_map.check_others
+    check(names | set(mask_names.values()))
     mask_names = {value: class_map.learned(mask_names[value]) for value in sorted(mask_names)}
     drawn = sorted(set(map(class_map.learned, names)))
     classes = (BACKGROUND, *filter(is_learned, dict.fromkeys([*mask_names.values(), *drawn])))

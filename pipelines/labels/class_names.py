@@ -135,14 +135,17 @@ class ClassMap:
         return self.names.get(OTHERS, drawn)
 
     def check(self, drawn: Collection[str]) -> None:
-        """Raises ValueError for listed names that no label or annotation has, and for other spellings of listed or
-        learned names that ``OTHERS`` would take: neither slip would be seen."""
+        """Raises ValueError for listed names that no label or annotation has, and as `check_others`."""
         if unknown := sorted(set(self.names) - set(drawn) - {OTHERS}):
             raise ValueError(
                 f"--class-map names {listed(unknown)}, which no label or annotation has; classes are "
                 f"{listed(sorted(drawn))}. "
                 "Correct the name, upper and lower case count, or leave it out"
             )
+        self.check_others(drawn)
+
+    def check_others(self, drawn: Collection[str]) -> None:
+        """Raises ValueError for other spellings of listed or learned names that ``OTHERS`` would take unseen."""
         others = self.names.get(OTHERS)
         named = {_spelling_key(name, is_class=True): name for entry in self.names.items() for name in entry}
         taken = {
@@ -155,7 +158,8 @@ class ClassMap:
             entries = " ".join(f'"{name}={self.learned(same)}"' for name, same in taken.items())
             raise ValueError(
                 f'--class-map "{OTHERS}={others}" would take other spellings of '
-                f"{listed([*dict.fromkeys(taken.values())])}: {listed([*taken])}. List them too: {entries}"
+                f"{listed([*dict.fromkeys(taken.values())])}: {listed([*taken])}. "
+                f"Correct the names, or list them in training, too: {entries}"
             )
 
 

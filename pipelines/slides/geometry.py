@@ -137,7 +137,7 @@ def best_level(levels: Sequence[Level], mpp: float) -> Level:
     if not fine_enough:
         raise ValueError(
             f"mpp {mpp:g} cannot be had: the finest level of this slide has {levels[0].mpp:.4g} um/px; "
-            f"ask for --mpp {levels[0].mpp:.4g} or coarser"
+            f"ask for --mpp {levels[0].mpp:.4g} or coarser; app.predict takes the --mpp of training, so train at that"
         )
     return max(fine_enough, key=lambda level: level.mpp)
 

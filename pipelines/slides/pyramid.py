@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 
 from pipelines.slides.geometry import Bounds, Level, ReadPlan, Region, Size, TileBox, plan_read
-from pipelines.slides.slide import UNEXPECTED, Closing, LevelReader, Pixels, SlideError, TileReadError
+from pipelines.slides.slide import UNEXPECTED, Closing, LevelReader, Pixels, SlideError, TileReadError, is_disk_error
 
 BAND_BYTES = 64 << 20
 """Level pixels held in memory while an area is reduced: this, or as much as the result if that is more. So an overview
@@ -77,10 +77,10 @@ class PyramidSlide(Closing):
         except (SlideError, MemoryError):  # memory is the machine's fault
             raise
         except Exception as error:
-            raise TileReadError(
-                f"{self.path}: level {level}, x {l_x}, y {l_y}, {out.shape[1]} x {out.shape[0]} px cannot be read: "
-                f"{UNEXPECTED} {type(error).__name__}: {error}"
-            ) from error
+            place = f"{self.path}: level {level}, x {l_x}, y {l_y}, {out.shape[1]} x {out.shape[0]} px cannot be read"
+            if is_disk_error(error):
+                raise SlideError(f"{place}: {error}; check the disk or share, then run the command again") from error
+            raise TileReadError(f"{place}: {UNEXPECTED} {type(error).__name__}: {error}") from error
 
     def _resample(self, plan: ReadPlan, box: TileBox, out: Pixels) -> None:
         """Fill ``out`` with ``box`` of the level's box averaged by area, in bands so that that is never held whole.

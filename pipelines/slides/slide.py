@@ -71,6 +71,11 @@ class TileReadError(SlideError):
     """Pixels that cannot be read from a slide that opened: a damaged or missing compressed tile."""
 
 
+def is_disk_error(error: Exception) -> bool:
+    """Return whether a disk or share failed, which is no damage of the slide: decoders give their errors no number."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
 class Slide(Protocol):
     """An open slide. Safe to read from many threads; not to be sent through fork or pickle."""
 
@@ -95,6 +100,7 @@ class Slide(Protocol):
         Raises:
             ValueError: ``region.mpp`` is finer than level 0, or ``out`` has another shape or type.
             TileReadError: the file is damaged here.
+            SlideError: its disk, share or server cannot be read now.
         """
         ...
 
@@ -105,7 +111,7 @@ class Slide(Protocol):
         rows of the bands that the box meets, or for the whole region.
 
         Raises:
-            ValueError, TileReadError: as ``read``; or the box is not inside the region.
+            ValueError, SlideError: as ``read``; or the box is not inside the region.
         """
         ...
 

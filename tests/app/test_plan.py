@@ -156,7 +156,7 @@ def known_speeds(monkeypatch, tmp_path):
     """Of this machine, as if they had just been measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     curve = Curve((1.0, 1e6), (1e-9, 1e-3))
-    model = CostModel({}, {}, {"add": curve}, {"add": curve}, curve, 0.1, 1.0)
+    model = CostModel({}, {}, {"add": curve}, {"add": curve}, 0.1, 1.0)
     for name, found in (
         ("load_or_calibrate", lambda *_, **__: model),
         ("load_or_measure_copies", lambda *_, **__: CopySpeed(1e10, 1e10)),

@@ -7,6 +7,7 @@ import pytest
 
 from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.settings.cli import RunError
+from parallel.engine.recorded import DeviceClock
 from pipelines.tiles.tile_table import TileTable
 from tests.app.conftest import (
     QUICK,
@@ -49,6 +50,16 @@ def test_run_leaves_everything_it_promises(reference):
         (str(step), str(4 * step)) for step in range(1, 5)
     ]
     assert {row["split"] for row in rows_of(reference / "predictions.csv")} == {"val"}
+
+
+def test_time_in_which_the_device_still_computes_is_no_wait_for_tiles(classify_slides, train, tmp_path, monkeypatch):
+    class BusyClock(DeviceClock):
+        def durations(self, pairs):
+            return [0.0 for _ in pairs]
+
+    monkeypatch.setattr("app.training.loop.DeviceClock", BusyClock)
+    train("--slides", classify_slides, *QUICK, "--steps", "2", "--out", tmp_path)
+    assert {row["data_wait_s"] for row in rows_of(tmp_path / "metrics.csv")} == {"0.0"}
 
 
 @pytest.mark.process

@@ -138,13 +138,18 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
     assert "'tumour' is no class of the model (background, dark)" in refused.stderr
 
 
-def test_labels_that_are_no_classes_give_patients_alone_next_to_annotations(folders, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("negative", "positive"), [("negative", "macro"), ("normal", "dark")])
+def test_labels_that_are_no_classes_give_patients_alone_next_to_annotations(
+    negative, positive, folders, tmp_path, monkeypatch
+):
     """CAMELYON17 has ``negative`` and ``macro``; training took such a table, and the evaluation refused it."""
     monkeypatch.setattr(classification, "RESAMPLES", 20)
     labels = tmp_path / "labels.csv"
-    labels.write_text("slide,label,patient\ns0,negative,p\ns1,macro,p\ns2,macro,q\ns3,,q\n")
+    labels.write_text(f"slide,label,patient\ns0,{negative},p\ns1,{positive},p\ns2,{positive},q\ns3,,q\n")
     words = ("--predictions", folders / "out", "--labels", labels, "--annotations", folders / "truth")
     done = call("app.evaluate", *words, "--out", tmp_path, code=0)
     figures = json.loads((tmp_path / "evaluation.json").read_text())
-    assert "no label is a class of the model (background, dark); only its patients are used" in done.stdout
+    strange = ", ".join(sorted({negative, positive} - {"dark"}))
+    what = f"its labels are not all classes of the model (background, dark), but {strange}; only its patients are used"
+    assert what in done.stdout
     assert (figures["patients_unknown"], figures["annotated_slides"], "slides" in figures) == ([], 4, False)

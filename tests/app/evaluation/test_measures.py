@@ -80,6 +80,12 @@ def test_the_interval_is_over_patients(monkeypatch):
     assert (certain.low, certain.high) == (1, 1)
 
 
+def test_a_draw_without_a_class_does_not_count():
+    """A model that always says normal had a balanced accuracy of 0.5 with an interval up to 1."""
+    estimate = with_interval(cases_of([0.1] * 30, [0] * 27 + [1] * 3), balanced_accuracy)
+    assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.5, 0.5)
+
+
 def test_calibration_by_hand():
     # two cases at 0.9, of which one is right; two at 0.6, both right
     cases = cases_of([0.9, 0.9, 0.6, 0.6], [1, 0, 1, 1])

@@ -151,8 +151,39 @@ def test_external_slides_of_a_training_patient_are_named(tmp_path):
         "slide,label,patient\nexternal0,cancer,trainp0\nexternal1,normal,q\nexternal2,cancer,r\nexternal3,normal,s\n"
     )
     done, figures = evaluate(tmp_path, labels="own.csv")
-    assert "1 of 4 scored slides are of training patients: external0" in done.stdout
+    assert "1 of 4 scored slides have the names of training patients: external0" in done.stdout
     assert (figures["training_slides"], figures["slides_of_training_patients"]) == ([], ["external0"])
+
+
+def test_training_patients_are_known_without_a_predicted_training_slide(tmp_path):
+    write_predictions(tmp_path, {"external": 4}, patient="p{half}")
+    made_with = tmp_path / "predict.json"
+    made_with.write_text(json.dumps(json.loads(made_with.read_text()) | {"training_patients": ["p1"]}))
+    figures = evaluate(tmp_path)[1]
+    assert figures["slides_of_training_patients"] == ["external2", "external3"]
+    assert "training_patients" not in figures["predictions"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "slides", "note"),
+    [
+        ("abc", 2, "no scored slide is c: AUC, AUPRC and balanced accuracy are means over the other classes"),
+        ("ab", 1, "no scored slide is b: AUC and AUPRC need two classes, and balanced accuracy is that of the other"),
+    ],
+)
+def test_classes_without_a_slide_are_named(classes, slides, note, tmp_path):
+    write_predictions(tmp_path, {"test": slides}, tuple(classes), positive=None)
+    assert note in evaluate(tmp_path)[0].stdout
+
+
+def test_slides_with_a_label_that_failed_are_named(tmp_path):
+    write_predictions(tmp_path, {"test": 2})
+    failed = PredictionFolder(tmp_path).failed
+    for slide, step in (("lost", "predict"), ("unlabelled", "predict"), ("test0", "stain")):
+        failed.add(slide, step, "cut short")
+    (tmp_path / "own.csv").write_text("slide,label\ntest0,cancer\ntest1,normal\nlost.svs,normal\nunlabelled,\n")
+    note = f"no score of 1 slide with a label that could not be predicted (see {failed.path}): lost\n"
+    assert note in evaluate(tmp_path, labels="own.csv")[0].stdout
 
 
 def test_patients_of_two_classes_without_names_need_the_positive_one(tmp_path):
@@ -193,6 +224,16 @@ def test_missing_labels_take_no_part_and_names_are_mapped(tmp_path):
     assert found.slides == ("a", "b")
     assert found.cases.label.tolist() == [1, 0]
     assert "2 predicted slides without a label: c, d" in found.left_out[0]
+
+
+def test_another_spelling_of_the_positive_class_is_refused(tmp_path):
+    """The star of the run's class map took it for a negative."""
+    path = tmp_path / "labels.csv"
+    path.write_text("slide,label\na,Tumour\nb,normal\n")
+    rows = [{"slide": slide, "score_normal": 0.5, "score_tumour": 0.5} for slide in "ab"]
+    class_map = ClassMap.parse(("T=tumour", "*=normal"))
+    with pytest.raises(ValueError, match="would take other spellings of tumour: Tumour"):
+        labelled_slides(rows, ("normal", "tumour"), read_table(path, ("slide", "label")), {}, 1, class_map)
 
 
 def test_names_that_our_tables_mark_are_read_without_the_mark(tmp_path):

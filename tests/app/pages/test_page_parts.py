@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from app.evaluation.report_page import _share_chart
 from app.pages.html import Chart, Series, format_value, line_chart
 from app.pages.pictures import as_png, overlays, slide_rows, small_pictures, tinted, write_slides_page
 from pipelines.catalog.catalog import SlideSpec
@@ -49,6 +50,11 @@ def test_gaps_stay_gaps_and_nothing_finite_has_no_picture():
     chart = line_chart([series([3.0, np.nan, 2.5], "dots")], "t", "u", sizes=(1, 3))
     assert chart.alt == "t. loss & <x>: 3 at 1, 2.5 at 3"
     assert line_chart([series([np.nan, np.inf])], "Empty", "u") == Chart("Empty", "u", "", "Empty")
+
+
+def test_shares_begin_at_zero_however_small_the_least():
+    axis = [word for word in words(_share_chart([series([0.001, 0.9])], "t", "u")) if re.fullmatch(r"0(\.0+)?", word)]
+    assert len(axis) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from app.prediction import trained_model, whole_slide
 from app.prediction.computation import Placement
 from app.prediction.trained_model import TrainedModel
 from app.prediction.whole_slide import _answers, _tiles, predict_slide
-from pipelines.slides.slide import SlideError
+from pipelines.slides.slide import TileReadError
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.tiles.stain import StainFit
 from tests.helpers.hand_made_checkpoint import CLASSIFIER, write_checkpoint
@@ -40,7 +40,7 @@ class Windows:
 class Slide:
     def read(self, region):
         if region == COUNT - 1:
-            raise SlideError("damaged")
+            raise TileReadError("damaged")
         return np.random.default_rng(region).integers(256, size=(SIDE, SIDE, 3), dtype=np.uint8)
 
 

@@ -15,14 +15,12 @@ from app.launch import host
 from app.prediction import computation, share, whole_slide
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
-from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import FailedSlides
 from pipelines.slides.geometry import Bounds, levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
-from pipelines.slides.slide import TileReadError
+from pipelines.slides.slide import SlideError, TileReadError
 from pipelines.tiles import windows
-from pipelines.tiles.index import _write_overlay
 from pipelines.tiles.windows import WindowSettings, find_windows
 from tests.app.conftest import rows_of
 from tests.helpers.forked import run_ranks
@@ -143,17 +141,21 @@ def test_other_settings_and_damaged_checkpoints_are_refused_by_name(slides, chec
     assert "damaged" in predict(slides, tmp_path / "best.pt", tmp_path / "out", code=1).stderr
 
 
+HOLE = TileReadError("a hole in the file")
+
+
 class InBounds:
     """A spec of a slide whose scanned part does not begin at the corner of level 0; windows that reach below level-0
     row ``damaged_from`` cannot be read."""
 
     slide_id, mpp, backend, scene = "a", None, "auto", None
 
-    def __init__(self, path, damaged_from=10_000):
-        self.path, self.damaged_from = path, damaged_from
+    def __init__(self, path, damaged_from=10_000, fault=HOLE):
+        self.path, self.damaged_from, self.fault = path, damaged_from, fault
 
     def open(self):
-        l0_pixels, damaged_from = np.full((HEIGHT + 50, WIDTH + 90, 3), 255, np.uint8), self.damaged_from
+        l0_pixels = np.full((HEIGHT + 50, WIDTH + 90, 3), 255, np.uint8)
+        damaged_from, fault = self.damaged_from, self.fault
         l0_pixels[30 : 30 + HEIGHT, 60 : 60 + WIDTH] = picture("a")
 
         class Reader:
@@ -161,7 +163,7 @@ class InBounds:
 
             def read_level(self, level, l_x, l_y, out):
                 if l_y + len(out) > damaged_from and out.shape[:2] == (96, 96):
-                    raise TileReadError("a hole in the file")
+                    raise fault
                 padded = np.pad(l0_pixels, ((400, 400), (400, 400), (0, 0)), constant_values=255)
                 out[...] = padded[l_y + 400 : l_y + 400 + len(out), l_x + 400 : l_x + 400 + out.shape[1]]
 
@@ -176,12 +178,12 @@ class InBounds:
 def predict_in_bounds(slides, checkpoint, tmp_path, monkeypatch):
     """Predicts a slide in bounds: the folder, and the row of the slide."""
 
-    def predict(*damaged_from):
+    def predict(*damage):
         monkeypatch.setattr(whole_slide, "windows_of", lambda spec, settings: find_windows(spec, settings, 1))
         folder, settings = PredictionFolder(tmp_path), WindowSettings(96, 0.5, 1, 72, 0.0, 8.0)
         folder.open({})
         model = TrainedModel(checkpoint, SEGMENTER, CPU)
-        spec = InBounds(slides / "a.png", *damaged_from)
+        spec = InBounds(slides / "a.png", *damage)
         return folder, whole_slide.predict_slide(spec, model, settings, 3, folder)
 
     return predict
@@ -207,6 +209,12 @@ def test_windows_that_cannot_be_read_are_left_out_and_counted(predict_in_bounds,
     values = tifffile.imread(tmp_path / "heat_maps" / "a.dark.tif", key=0)
     assert (values[-20:] == 0).all()
     assert (values[40:120, 70:150] == 255).all()
+
+
+def test_a_share_that_fails_leaves_no_prediction_without_its_windows(predict_in_bounds, monkeypatch):
+    monkeypatch.setattr(windows, "find_unreadable_tiles", lambda slide, grid, rows, *_: (np.zeros(len(rows), bool), ""))
+    with pytest.raises(SlideError, match="check the share"):
+        predict_in_bounds(30 + HEIGHT - 10, SlideError("check the share"))
 
 
 def test_a_classifier_has_a_coarse_map(slides, tmp_path):
@@ -274,6 +282,7 @@ def test_two_ranks_share_the_slides_or_compute_one_together(how, slides, checkpo
     assert [*failed(out)] == ["broken"]
     assert [row["slide"] for row in rows_of(out / "slides.csv")] == ["a", "b"]
     assert_same_maps(predicted, out)
+    assert ("so far)" in printed) == (not how)
     if how:
         assert printed.count("2/3  b: 16 windows") == 1
     for rank, own, other in () if how else ((0, "a", "b"), (1, "b", "a")):
@@ -306,14 +315,6 @@ def test_the_first_rank_of_a_launcher_keeps_others_out_of_the_folder(slides, che
         monkeypatch.setenv(name, value)
     with host.lock_folder(tmp_path):
         assert "is in use by" in predict(slides, checkpoint, tmp_path, code=1).stderr
-
-
-def test_files_of_a_slide_that_is_named_by_its_path_have_a_folder(tmp_path):
-    folder = PredictionFolder(tmp_path)
-    folder.file("masks", "case/1").write_text("")
-    folder.heat_map("case/1", "dark").write_text("")
-    (tmp_path / "tissue").mkdir()
-    assert _write_overlay(tmp_path, SlideSpec("case/1", tmp_path / "1.dcm"), b"a picture") is None
 
 
 def recorded(slides):

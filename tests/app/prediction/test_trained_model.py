@@ -68,15 +68,16 @@ def test_each_slide_has_its_split_and_patient(tmp_path, capsys):
     own, new = SlideState.of(tmp_path / "a.png"), SlideState(0, 0, "new")
     known = {
         "split": {"a": "train", "p1_x": "test"},
-        "patient": {"p1_x": "p1"},
+        "patient": {"a": "p0", "p1_x": "p1"},
         "digest": {"a": own.digest, "p1_x": "1"},
     }
     asked = {"tile": 96, "mpp": 0.5, "slides": known, "patient_pattern": "^(p.)_"}
     model = TrainedModel(write_checkpoint(tmp_path / "a.pt", CLASSIFIER, **asked), CLASSIFIER, CPU)
+    assert model.training_patients == ["p0"]
     folder = PredictionFolder(tmp_path / "out")
     for name, state, origin in (
         ("renamed", SlideState(0, 0, "1"), ("test", "p1")),
-        ("a", own, ("train", None)),
+        ("a", own, ("train", "p0")),
         ("a", new, ("external", None)),  # the name of a slide of the run, and other content
         ("p1_new", new, ("test", "p1")),  # another slide of a patient of the run
         ("p2_new", new, ("external", "p2")),
@@ -84,7 +85,7 @@ def test_each_slide_has_its_split_and_patient(tmp_path, capsys):
         found = model.origin(name, state)
         assert tuple(found.values()) == origin
         folder.finish({"slide": name, **found}, state, {}, {})
-    share._say_predictions(model, folder)
+    share._say_predictions(model, folder, "")
     assert "1 slide not of the run, in the split of a patient of the same name: test 1; if" in capsys.readouterr().out
 
 

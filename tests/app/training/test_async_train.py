@@ -1,13 +1,16 @@
 """``--parallel async`` as a user starts it: log, report, kill -9 and resume, replay."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from app.planning.auto import names_for
 from app.planning.command import PlanCommand
 from app.settings.strategy import StrategySettings
+from app.training.loop import TrainingLoop
 from app.training.metrics_log import staleness_in
 from app.training.run_folder import CsvLog
-from parallel.schedule.text import Push, read_pushes
+from parallel.schedule.text import Push, PushRule, read_pushes
 from parallel.strategy import DELAYED
 from tests.app.conftest import QUICK, begin_train, checkpoint_of, rank_process, rows_of, same_weights, summary_of
 
@@ -45,6 +48,24 @@ def test_one_rank_is_the_plain_run_bit_for_bit(classify_slides, train, tmp_path)
     assert same_weights(tmp_path / "async", tmp_path / "single")
     again = train(*common, "single", "--out", tmp_path / "async", "--resume", "--steps", "4", "--extend")
     assert f"gradients of the step from step 4 on, {DELAYED} before" in again.stderr
+
+
+def test_another_number_of_workers_is_said_to_change_the_rates(caplog):
+    loop = object.__new__(TrainingLoop)
+    strategy, placement = SimpleNamespace(pushes=PushRule(), delayed=True), SimpleNamespace(precision="fp32")
+    loop._session = SimpleNamespace(
+        strategy=strategy, placement=placement, ranges=[0], steps_of=lambda *_: 4, total_steps=4
+    )
+    loop._communicator, loop.outcome = SimpleNamespace(world=2), SimpleNamespace(step=2)
+    settings = {"settings": {"steps": 4, "epochs": None}}
+    loop._warn_of_changes(settings)  # an older checkpoint
+    loop._warn_of_changes(settings | {"numbers": {"workers": None, "staleness": None}})  # of ddp
+    assert not caplog.messages
+    loop._warn_of_changes(settings | {"numbers": {"workers": 4, "staleness": 2, "push_rate": "workers"}})
+    assert [text.partition(":")[0] for text in caplog.messages] == [
+        "workers 2 from step 3 on, 4 before",
+        "staleness 4 from step 3 on, 2 before",
+    ]
 
 
 def test_no_plan_takes_it():

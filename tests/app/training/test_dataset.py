@@ -93,6 +93,17 @@ def test_a_file_decides_alone(tmp_path):
         chosen(tmp_path / "other", given=dict.fromkeys(SLIDES, "train"), splits=file)
 
 
+def test_a_column_split_of_the_labels_is_said_to_be_unused(tmp_path, caplog):
+    table = tmp_path / "labels.csv"
+    lines = [f"{slide},a,{'train' if k else 'val'}" for k, slide in enumerate(SLIDES)]
+    table.write_text("\n".join(["slide,label,split", *lines]))
+    chosen(tmp_path, splits=table)
+    assert not caplog.messages
+    (tmp_path / "splits.csv").unlink()
+    chosen(tmp_path)
+    assert caplog.messages == [f"labels {table}: its column split is not used; add --splits {table}"]
+
+
 def test_fractions_beside_folders_called_like_splits_are_refused(tmp_path):
     # They were ignored without a word.
     train, both = dict.fromkeys(SLIDES, "train"), {slide: "train" if k else "val" for k, slide in enumerate(SLIDES)}

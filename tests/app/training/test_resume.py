@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.checkpoint.file import load_checkpoint, random_state, save_checkpoint, set_random_state
 from app.planning.auto import as_square
 from app.settings.run import DataSettings, RunConfig
 from app.training import run_folder
-from app.training.loop import TrainingLoop, _random_state, _set_random_state
+from app.training.loop import TrainingLoop
 from app.training.outcome import HELP
 from app.training.run_folder import RunFolder
 from pipelines.stream.stream import TileStream
@@ -128,6 +129,16 @@ def test_other_names_of_the_classes_are_refused(run, command, train, classify_sl
     assert "last.pt has classes crowded, sparse; now there are close, sparse: restore the labels" in told
 
 
+def test_weights_that_expect_other_images_are_refused(run, command, train):
+    """The file of ``--weights`` may have moved since the first start."""
+    last = RunFolder(run).last
+    state = load_checkpoint(last)
+    state["normalisation"] = [[0.5] * 3, [0.25] * 3]
+    save_checkpoint(last, state)
+    told = train(*command, "--resume", "--out", run, code=1).stderr
+    assert "images normalised by [[0.5, 0.5, 0.5], [0.25, 0.25, 0.25]]; the weights now expect [[" in told
+
+
 def test_outputs_that_are_not_finite_end_a_run_before_it_is_saved(classify_slides, train, tmp_path, monkeypatch):
     def diverges(loop, batch, step):
         result = compute(loop, batch, step)
@@ -151,9 +162,9 @@ def test_a_rank_sets_the_generator_of_its_own_gpu_alone(monkeypatch):
     device, given, seen = torch.device("cuda", 1), torch.zeros(16, dtype=torch.uint8), []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda where: given)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, where: seen.append((state, where)))
-    state = _random_state(device)
+    state = random_state(device)
     for cuda in (state["cuda"], [given] * 8, []):  # the last of a run on the CPU
-        _set_random_state(state | {"cuda": cuda}, device)
+        set_random_state(state | {"cuda": cuda}, device)
     assert seen == [(given, device)] * 2
 
 

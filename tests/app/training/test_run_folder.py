@@ -63,6 +63,7 @@ def test_a_run_is_not_overwritten_and_resumed_with_the_same_settings_alone(run):
         {"parallel": "spatial", "ranks": 2, "grid": "2x1"},
         {"parallel": "gpipe", "ranks": 2, "stages": 2, "cuts": "layer2", "compile": True},
         {"stream": "512", "offload_host": "1GiB"},
+        {"staleness": 2, "push_rate": "staleness"},
         {"recompute": "optimal", "recompute_runs": "conv1:add"},
         {"offload": "overlap", "offload_ahead": "1MiB", "offload_state": "optimizer"},
         {"device": "mixed", "parallel": "ddp", "ranks": 2, "cpu_ranks": 1, "mixed_sums": "host"},
@@ -80,6 +81,14 @@ def test_where_and_how_a_run_computes_may_change(changes, run):
     assert run.config.read_bytes() == before
     run.keep_settings(resumed)  # as its first checkpoint is written
     assert run.settings().items() >= (changes | {"resume": False}).items()
+
+
+def test_the_file_of_the_weights_may_move_and_keeps_its_name(tmp_path):
+    run = started(tmp_path, with_values(CONFIG, {"weights": "scratch/encoder.pt"}))
+    run.open(with_values(RESUMED, {"weights": "project/encoder.pt"}))
+    for other in ("project/other.pt", None):
+        with pytest.raises(ValueError, match=f"weights: the run has 'scratch/encoder.pt', asked is {other!r}"):
+            run.open(with_values(RESUMED, {"weights": other}))
 
 
 @pytest.mark.parametrize(

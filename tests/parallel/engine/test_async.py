@@ -256,6 +256,14 @@ def test_a_lost_worker_ends_the_step_of_all() -> None:
         run_on_threads(3, run, timeout_s=20)
 
 
+def test_parameters_frozen_after_assembly_are_refused_by_name() -> None:
+    steps = steps_of(2, torch.float32, 1)
+    engine = build(LocalCommunicator(), "skips", async_strategy(1, 2), steps, make_optimizer=PLAIN_SGD)
+    engine._work.stages[0].parameters["head.weight"].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"requires_grad of head\.weight is False"):
+        engine.step(fed(engine, steps[0]), 0, LR)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_goes_on_bit_for_bit_and_averages_are_exchanged_on_all_ranks(world: int) -> None:
     steps = steps_of(4, torch.float32, 3)

@@ -135,6 +135,21 @@ def test_a_plain_checkpoint_is_continued(name: str) -> None:
     assert_same_state(run_on_threads(STRATEGIES[name].ranks, rank)[0], plain("adamw", 4))
 
 
+def test_state_of_a_plain_optimizer_follows_its_names_and_several_groups_need_them() -> None:
+    first, last = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    plain = torch.optim.SGD([{"params": [("last", last)]}, {"params": [("first", first)]}], momentum=0.9)
+    for number, parameter in enumerate((first, last)):
+        plain.state[parameter]["momentum_buffer"] = torch.tensor([float(number)])
+    own = torch.optim.SGD([("first", first), ("last", last)], momentum=0.9)
+    state = full_state.own_state(own, plain.state_dict(), ["first", "last"])["state"]
+    assert [state[number]["momentum_buffer"].item() for number in range(2)] == [0.0, 1.0]
+    with pytest.raises(ValueError, match="optimizer lacks first"):
+        full_state.own_state(own, torch.optim.SGD([("last", last)]).state_dict(), ["first", "last"])
+    unnamed = torch.optim.SGD([{"params": [last]}, {"params": [first]}])
+    with pytest.raises(ValueError, match="2 groups without param_names"):
+        full_state.own_state(own, unnamed.state_dict(), ["first", "last"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

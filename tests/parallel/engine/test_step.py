@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from parallel.build import assemble
 from parallel.comm.communicator import Communicator, sum_bytes
 from parallel.comm.sharded_reducer import ShardedReducer
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.optimizer_step import OptimizerStep
 from parallel.engine.rank_program import StageGroups
 from parallel.engine.recorded import gather_timeline, measured_costs
@@ -31,6 +32,7 @@ from parallel.schedule.registry import SCHEDULES, build_schedule
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, Span, StageCost
 from parallel.strategy import Strategy
+from parallel.trace.stage_module import as_tensor
 from parallel.trace.trace import trace
 from tests.helpers.engine_runs import build, net, train
 from tests.helpers.plain_step import Batch
@@ -82,6 +84,16 @@ def test_images_of_another_shape_than_announced_are_refused() -> None:
         feed.images(0)
 
 
+def test_too_few_microbatches_and_targets_of_several_parts_are_refused() -> None:
+    targets: Any = torch.zeros(1), torch.zeros(1)
+    feed = StepBatches([Microbatch(None, targets, (1, 3, 4, 4))], range(2))
+    feed.shape(0)
+    with pytest.raises(ValueError, match="one tensor each, got a tuple: join its parts"):
+        as_tensor(feed.targets(0))
+    with pytest.raises(ValueError, match=r"microbatch 1 is missing: .* engine\.share"):
+        feed.shape(1)
+
+
 def test_the_same_ranks_share_one_communicator() -> None:
     """Each subgroup costs a communicator of the backend, and all ranks take part in making it."""
 
@@ -131,7 +143,7 @@ def parameter(value: float, gradient: float | None = None) -> nn.Parameter:
 
 def test_a_step_uses_the_learning_rate_it_is_given() -> None:
     weight = parameter(1.0, 2.0)
-    update = OptimizerStep(SGD, owned={"weight": weight}, unshared=[], held=[weight])
+    update = OptimizerStep(SGD, owned={"weight": weight}, unshared=[], held={"weight": weight})
     update.apply(0.25, scale=1)
     assert weight.item() == 0.5
     update.apply(0.125, scale=1)
@@ -140,10 +152,58 @@ def test_a_step_uses_the_learning_rate_it_is_given() -> None:
 
 def test_all_gradients_held_are_scaled_also_those_another_rank_updates() -> None:
     own, other, without = parameter(1.0, 2.0), parameter(1.0, 4.0), parameter(1.0)
-    update = OptimizerStep(SGD, owned={"own": own, "without": without}, unshared=[], held=[own, other, without])
+    owned = {"own": own, "without": without}
+    update = OptimizerStep(SGD, owned=owned, unshared=[], held={**owned, "other": other})
     update.apply(0.5, scale=0.5)
     assert (own.grad, other.grad, without.grad) == (torch.tensor([1.0]), torch.tensor([2.0]), None)
     assert [own.item(), other.item(), without.item()] == [0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameters_frozen_or_unfrozen_after_assembly_are_refused_by_name(trained: bool) -> None:
+    weight = parameter(1.0).requires_grad_(trained)
+    update = OptimizerStep(SGD, owned={"weight": weight}, unshared=[], held={"weight": weight})
+    update.begin_step()
+    weight.requires_grad_(not trained)
+    with pytest.raises(ValueError, match=f"requires_grad of weight is {not trained}.*: assemble the engine again"):
+        update.begin_step()
+
+
+def grouped(pairs: Any, *options: dict[str, float]) -> torch.optim.Optimizer:
+    return SGD([{"params": [pair], **own} for pair, own in zip(pairs, options, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda pairs: SGD([each for _, each in pairs]), "lacks or renames 2 of the 2 parameters .* such as first"),
+        (lambda pairs: SGD(pairs[:1]), "lacks or renames 1 of the 2 parameters .* such as second"),
+        (lambda pairs: grouped(pairs, {"lr": 1e-5}, {"lr": 1e-3}), "learning rate 1e-05, .*'lr_scale'"),
+    ],
+    ids=["without names", "left out", "rates"],
+)
+def test_an_optimizer_is_over_all_named_parameters_and_scales_one_rate(make: Any, message: str) -> None:
+    held = {"first": parameter(1.0), "second": parameter(1.0)}
+    OptimizerStep(lambda pairs: grouped(pairs, {"lr": 1e-5, "lr_scale": 0.01}, {}), owned=held, unshared=[], held=held)
+    with pytest.raises(ValueError, match=message):
+        OptimizerStep(make, owned=held, unshared=[], held=held)
+
+
+def refused(loss: Any, strategy: Strategy, autocast: torch.dtype | None = None) -> None:
+    form: Any = {"shape": (1, 3, 8, 8), "batch": 1, "device": torch.device("cpu"), "autocast": autocast}
+    assemble(nn.Conv2d(3, 2, 1), loss, SGD, LocalCommunicator(), strategy, **form)
+
+
+def test_what_no_engine_trains_is_refused_by_name() -> None:
+    single = Strategy("single", 1, 1, 1)
+    with pytest.raises(ValueError, match="trained parameter, weight, which no engine updates"):
+        refused(nn.Conv2d(2, 1, 1), single)
+    with pytest.raises(ValueError, match=r"autocast=torch\.float16 needs a scaled loss"):
+        refused(nn.MSELoss(), single, torch.float16)
+    with pytest.raises(ValueError, match=r"use parallel\.engine\.fully_sharded\.FullyShardedEngine"):
+        refused(nn.MSELoss(), Strategy("fsdp", 1, 1, 1))
+    with pytest.raises(ValueError, match="give it pushes=PushRule"):
+        refused(nn.MSELoss(), Strategy("async", 1, 1, 1))
 
 
 def test_an_optimizer_that_may_need_whole_parameters_is_refused() -> None:
@@ -159,7 +219,7 @@ def test_an_optimizer_that_may_need_whole_parameters_is_refused() -> None:
             functools.partial(Lars, lr=0.1),
             owned={name: piece.value for name, piece in pieces.items()},
             unshared=[],
-            held=[weight],
+            held={"weight": weight},
             pieces=pieces,
             shards=[shard],
         )

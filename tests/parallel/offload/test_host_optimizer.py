@@ -196,7 +196,8 @@ def test_only_named_parameters_are_updated_early_and_shared_ones_after_their_sum
     host.rollback()
     assert host.optimizer.calls == [1]
     shared, own = dict(net[0].named_parameters(prefix="0")), dict(net[2].named_parameters(prefix="2"))
-    update = OptimizerStep(Telling, owned=shared | own, unshared=own.values(), held=net.parameters(), offload=Copies())
+    owned = shared | own
+    update = OptimizerStep(Telling, owned=owned, unshared=own.values(), held=owned, offload=Copies())
     update.begin_step()
     update.expect_final_grads(shared | own, LR)
     net(torch.ones(2, 4)).sum().backward()
@@ -212,10 +213,8 @@ def test_an_update_scales_after_early_steps_too(scale: float, resident: bool) ->
         HostParameters(net, CPU, Copies())
     make = OPTIMIZERS["adamw"]
     ours, theirs = dict(net.named_parameters()), dict(plain.named_parameters())
-    update = OptimizerStep(
-        make, owned=ours, unshared=ours.values(), held=ours.values(), offload=Copies(), resident=resident
-    )
-    other = OptimizerStep(make, owned=theirs, unshared=theirs.values(), held=theirs.values())
+    update = OptimizerStep(make, owned=ours, unshared=ours.values(), held=ours, offload=Copies(), resident=resident)
+    other = OptimizerStep(make, owned=theirs, unshared=theirs.values(), held=theirs)
     for step in range(2):
         for each, layers in ((update, net), (other, plain)):
             each.begin_step()

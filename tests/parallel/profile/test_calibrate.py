@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel.cost.calibrated import CostModel, Curve, Polynomial, fit, work_of, work_of_shape
+from parallel.cost.calibrated import CostModel, Polynomial, fit, work_of, work_of_shape
 from parallel.cost.roofline import ROUND, Product, products
 from parallel.graph.layers import Convolution, LayerGraph
 from parallel.profile import cache
@@ -48,8 +48,6 @@ def made_up_readings(shapes: int = 400) -> Iterator[dict[str, Any]]:
     for name in MOVING:
         for size in (1e5, 1e6, 1e8):
             yield {"what": "moving", "name": name, "forward": [size, size / 1e10], "backward": [size, size / 1e10]}
-    for size in (2**20, 2**28):
-        yield {"what": "fresh", "bytes": size, "seconds": 0.0}
     for _, shape in itertools.islice(products(seed=3), shapes):
         work = work_of_shape(shape)
         seconds = work.flops / 1e11
@@ -102,16 +100,6 @@ def test_costs_of_other_layers_and_tiles(made_up: CostModel, tmp_path: Path) -> 
     kept = CostModel.from_json(kept_text(tmp_path / "model.json"))
     assert kept == made_up
     assert kept.estimate(graph) == costs
-
-
-def test_new_memory_is_paid_for_where_the_kernel_gives_it(made_up: CostModel) -> None:
-    graph = graph_of(1024)
-    dear = dataclasses.replace(made_up, fresh=Curve((2.0**25, 2.0**26), (1e-9, 1.0)))
-    extra = np.array(dear.estimate(graph).seconds) - np.array(made_up.estimate(graph).seconds)
-    name = {layer.module: at for at, layer in enumerate(graph.layers)}
-    # 128 MiB given by the first convolution, whose input needs no gradient; ReLU likewise, whose input does.
-    assert extra[name["0"]] == pytest.approx(2.0, rel=0.01)
-    assert extra[name["2"]] == pytest.approx(4.0, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +157,6 @@ def test_each_way_of_running_has_a_calibration_of_its_own(monkeypatch, tmp_path:
         DeviceUse(CPU, together=2).key(),
         DeviceUse(CPU, dtype=torch.bfloat16).key(),
         DeviceUse(CPU, channels_last=False).key(),
-        DeviceUse(CPU, heap_kept=True).key(),
         KEY | {"torch": "2.0"},
         KEY | {"device": "abacus"},
     ]
@@ -201,7 +188,7 @@ def test_a_gpu_has_a_calibration_for_fp32_and_one_for_tf32(monkeypatch: pytest.M
 def test_the_process_of_a_calibration_computes_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     switched: list[bool] = []
     settings = {"device": "cpu", "threads": torch.get_num_threads(), "dtype": "float32", "channels_last": True}
-    settings |= {"heap_kept": False, "tf32": True, "seconds": 0.0, "seed": 0}
+    settings |= {"tf32": True, "seconds": 0.0, "seed": 0}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(settings)])
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
     monkeypatch.setattr(calibration, "set_tf32", lambda allowed: switched.append(allowed) or pytest.exit("enough"))

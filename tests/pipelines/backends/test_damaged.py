@@ -1,5 +1,6 @@
 """Damaged slides: one message each, no crash, no black tile taken for tissue."""
 
+import errno
 import os
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,21 @@ def test_a_bad_tile_disturbs_no_other_thread(tmp_path, good_pixels):
         with ThreadPoolExecutor(8) as pool:
             got = list(pool.map(read, range(60)))
     assert got == ["failed" if i % 3 == 0 else "same" for i in range(60)]
+
+
+def test_a_share_that_fails_is_no_damage(monkeypatch, good_pixels):
+    """Squares of a slide were left out for ever after a share had failed for a moment."""
+
+    def pread(*arguments):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with open_slide(SVS) as slide:
+        with monkeypatch.context() as outage:
+            outage.setattr(os, "pread", pread)
+            with pytest.raises(SlideError, match=r"level 0, .* Stale file handle; check the disk or share") as error:
+                slide.read(GOOD)
+        assert not isinstance(error.value, TileReadError)
+        np.testing.assert_array_equal(slide.read(GOOD), good_pixels)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("no bytes", 0), ("4 GiB", 0xFFFFFFF0)])

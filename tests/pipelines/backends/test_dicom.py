@@ -91,6 +91,36 @@ def test_two_series_in_a_folder_are_two_slides(copy):
     assert sizes == {(3, 190), (1, 64)}
 
 
+def test_two_pyramids_of_a_series_are_not_mixed(copy):
+    uid = pydicom.dcmread(found_in(copy)).SeriesInstanceUID
+    (path,) = write_dicom_slide(copy, [np.full((32, 64, 3), 7, np.uint8)], encoding="raw", tile=TILE)
+    piece = pydicom.dcmread(path)
+    piece.SeriesInstanceUID = uid
+    piece.save_as(path)
+    with pytest.raises(SlideError, match=r"several slides, .* 64 x 32, .* with 0 PyramidUIDs .*folder of its own"):
+        open_slide(path)
+    path.unlink()
+
+    path = edited(copy, lambda dataset: setting(PyramidUID=f"1.2.{dataset.TotalPixelMatrixColumns == 95:d}")(dataset))
+    with pytest.raises(SlideError, match=r"several slides, .* with 2 PyramidUIDs"):
+        open_slide(path)
+    with open_slide(edited(copy, setting(PyramidUID="1.2.3"))) as slide:
+        assert len(slide.levels) == 3
+
+
+def test_jpeg_2000_without_the_colour_transform_that_its_header_names_is_refused(tmp_path):
+    (path,) = write_dicom_slide(tmp_path, [PIXELS], encoding="jpeg2000-lossless")
+    with open_slide(path) as slide:
+        np.testing.assert_array_equal(slide.read(Region(0, 0, 190, 150, slide.mpp)), PIXELS)
+    data = bytearray(path.read_bytes())
+    transform = data.index(b"\xff\x52", data.index(b"\xff\x4f\xff\x51") + 42) + 8
+    assert data[transform] == 1
+    data[transform] = 0
+    path.write_bytes(data)
+    with pytest.raises(SlideError, match=r"YBR_RCT, and JPEG 2000 frames without that colour transform.*convert"):
+        open_slide(path)
+
+
 def test_frames_in_any_order_lie_where_they_say(copy):
     with open_slide(edited(copy, put_frames_in_any_order)) as slide:
         np.testing.assert_array_equal(slide.read(Region(0, 0, 190, 150, slide.mpp)), PIXELS)

@@ -110,14 +110,25 @@ def test_other_formats_of_pillow_are_not_asked(tmp_path, suffix):
         (PIXELS.astype(np.uint16), {"photometric": "rgb"}, "unsigned samples of 16 bits"),
         (PIXELS[..., 0].astype(np.float32), {}, "floating-point samples"),
         (np.moveaxis(PIXELS, 2, 0), {"photometric": "minisblack"}, "3 pages of 60 x 40 px hold one channel"),
+        (PIXELS, {"photometric": "minisblack", "planarconfig": "contig"}, "3 samples per px"),
+        (PIXELS[..., :2], {"photometric": "minisblack", "planarconfig": "contig"}, "2 samples per px"),
+        (PIXELS[..., [0, 1, 2, 0]], {"photometric": "rgb", "extrasamples": ["unspecified"]}, "4 samples per px"),
     ],
-    ids=["int8 rgb", "int8 grey", "uint16", "float", "planes"],
+    ids=["int8 rgb", "int8 grey", "uint16", "float", "planes", "3 channels", "2 channels", "RGB and a channel"],
 )
 @pytest.mark.parametrize("tile", [None, (16, 16)])
 def test_other_pixels_are_refused_by_name(tmp_path, pixels, options, words, tile):
     tifffile.imwrite(tmp_path / "a.tif", pixels, tile=tile, **options)
     with pytest.raises(SlideError, match=words):
         open_slide(tmp_path / "a.tif", mpp=0.5)
+
+
+@pytest.mark.parametrize("tile", [None, (16, 16)])
+def test_a_tiff_with_an_alpha_channel_is_read(tmp_path, tile):
+    opaque = np.dstack([PIXELS, np.full((40, 60), 255, np.uint8)])
+    tifffile.imwrite(tmp_path / "a.tif", opaque, tile=tile, photometric="rgb", extrasamples=["unassalpha"])
+    with open_slide(tmp_path / "a.tif", mpp=0.5) as slide:
+        np.testing.assert_array_equal(slide.read(Region(0, 0, 60, 40, 0.5)), PIXELS)
 
 
 @pytest.mark.parametrize("orientation", [2, 6])

@@ -206,6 +206,14 @@ def test_the_message_says_what_the_file_records(tmp_path, made, words):
         assert slide.mpp == 0.25
 
 
+def test_a_given_mpp_that_contradicts_the_file_is_reported_once(tmp_path, caplog):
+    path = tiff(tmp_path / "a.tif", resolution=(20_000, 20_000), resolutionunit="CENTIMETER")
+    for mpp in (0.51, 0.25, 0.25):
+        open_slide(path, mpp=mpp).close()
+    (warning,) = caplog.messages
+    assert "a.tif: the file records 0.5 um/px; it is read as 0.25, given by --slide-mpp" in warning
+
+
 def test_entities_of_the_ome_xml_are_decoded(tmp_path):
     path = tmp_path / "a.ome.tif"
     write_tiff(path, (SMALL, ome_named(TILES, "A & B"), 10.0), OME_SLIDE, ome=True)

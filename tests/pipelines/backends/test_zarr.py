@@ -1,6 +1,7 @@
 """Zarr stores that are not textbook OME-Zarr, that are damaged, or that would run code or unpack to too much."""
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
@@ -131,6 +132,23 @@ def test_axes_scales_and_paths_that_are_not_understood(path, old, new, words):
     (path / ".zattrs").write_text(text.replace(old, new))
     with pytest.raises(SlideError, match=words):
         open_slide(path)
+
+
+@pytest.mark.parametrize(
+    ("colours", "is_rgb"),
+    [
+        (["ff0000", "00FF00", "0000ff"], True),
+        (["FFFFFF", "00FF00", "0000FF"], True),
+        (["00FF00", "00FF00", "00FF00"], True),
+        ([None, None, None], True),
+        (["0000FF", "00FF00", "FF0000"], False),
+    ],
+)
+def test_three_channels_of_other_colours_are_not_read_as_rgb(path, colours, is_rgb):
+    update(path / ".zattrs", omero={"channels": [{"color": colour} for colour in colours]})
+    refused = pytest.raises(SlideError, match="channels have the colours 0000FF, 00FF00, FF0000")
+    with contextlib.nullcontext() if is_rgb else refused, open_slide(path) as slide:
+        assert len(slide.levels) == 4
 
 
 def test_chunks_that_are_damaged_or_something_else_fail_alone(path):

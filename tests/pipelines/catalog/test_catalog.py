@@ -179,6 +179,9 @@ def test_names_in_tables():
     # Cells of tables lose blanks at their ends, and a run with a file "S1 .svs" could not be resumed.
     assert [SlideNames({name}).match(name.strip()) for name in ("S1 ", "train/S1 ")] == ["S1 ", "train/S1 "]
     assert SlideNames({"S1 ", "S1"}).match("S1") == "S1"
+    composed, decomposed = "M\u00fcller", "Mu\u0308ller"  # the latter of files from a Mac
+    assert SlideNames({decomposed}).match(f"{composed}.svs") == decomposed
+    assert SlideNames({composed}).match(decomposed) == composed
     assert slide_stem("x.ome.zarr") == slide_stem("x.SVS") == slide_stem("x") == "x"
 
 

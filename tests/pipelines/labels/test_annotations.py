@@ -160,6 +160,14 @@ def test_masks_mean_the_same_to_a_model_as_in_its_training(values, entry, ids, t
     assert trained.mask_ids == scored.mask_ids == ids
 
 
+def test_another_spelling_that_the_star_would_take_is_refused_in_evaluation_too(tmp_path):
+    write_geojson(tmp_path / "a.geojson", box(0, 0, 1, 1, "Tumour"))
+    specs, class_map = [SlideSpec("a", Path("a.svs"))], ClassMap.parse(("T=tumour", "*=background"))
+    files = pipelines.labels.annotation_files.annotations_in(tmp_path, specs)
+    with pytest.raises(ValueError, match="would take other spellings of tumour: Tumour"):
+        read_annotations(files, specs, {}, class_map=class_map, known=["tumour"])
+
+
 @pytest.mark.parametrize("ids", [[0, 1], [0, 1, 2]])
 def test_a_class_that_is_an_id_in_one_mask_and_255_in_another(ids, tmp_path):
     """255 was ignored, so that the class of some slides was lost without a word."""

@@ -63,9 +63,9 @@ def test_a_name_that_nothing_has_and_entries_that_are_no_map_are_refused(folder)
 
 def test_other_spellings_that_the_star_would_take_are_refused():
     """They were background without a word."""
-    with pytest.raises(ValueError, match=r'other spellings of Tumor: TUMOR\. List them too: "TUMOR=tumour"'):
+    with pytest.raises(ValueError, match=r'other spellings of Tumor: TUMOR\. .*too: "TUMOR=tumour"'):
         ClassMap.parse(("Tumor=tumour", "*=background")).check(["Tumor", "TUMOR", "Stroma"])
-    with pytest.raises(ValueError, match=r'other spellings of tumour: Tumour\. List them too: "Tumour=tumour"'):
+    with pytest.raises(ValueError, match=r'other spellings of tumour: Tumour\. .*too: "Tumour=tumour"'):
         ClassMap.parse(("T=tumour", "*=background")).check(["T", "Tumour"])
     ClassMap.parse(("Tumor=rest", "*=rest")).check(["Tumor", "TUMOR", "Rest"])
 

@@ -76,7 +76,7 @@ def test_level_0_length_of_a_tile_is_what_is_read(t_px, t_mpp, l0_mpp, l0_px):
 def test_best_level_is_the_coarsest_that_is_fine_enough(levels, mpp):
     limit = mpp * (1 + NATIVE_TOLERANCE)
     if levels[0].mpp > limit:
-        with pytest.raises(ValueError, match=r"ask for --mpp .* or coarser"):
+        with pytest.raises(ValueError, match=r"ask for --mpp .* or coarser; app\.predict takes the --mpp of training"):
             best_level(levels, mpp)
         return
     best = best_level(levels, mpp)
