@@ -46,7 +46,7 @@ class Problem:
         module = build_model(model, classes=CLASSES).to(memory_format=torch.channels_last)
         self.traced = trace(module, (tiles, 3, px, px))
         module.to(setting.device)
-        self.optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
+        self.optimizer = torch.optim.SGD(module.named_parameters(), lr=RATE, momentum=0.9)
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # its state is there from the first step on, as in all steps but one of a run
