@@ -9,9 +9,10 @@ SETUP := $(VENV)/.installed
 
 setup: $(SETUP)
 
-# Install again when the dependencies change.
+# Install again when the dependencies change. For another Python: make demo PYTHON=python3.12. What an unfinished set-up
+# left is removed, because venv keeps its links to the other Python; a finished one may be in use, and is updated.
 $(SETUP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) $(if $(wildcard $@),,--clear)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.launch.host import lock_folder
+from app.launch.host import lock_folder, usable_cores
 from app.pages.pictures import FILTERS, slide_rows, small_pictures, write_slides_page
 from app.settings.cli import run_command
 from app.settings.fields import at_least, broken, error_of
@@ -28,7 +28,6 @@ from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index import build_index
-from pipelines.tiles.slide_index import default_threads
 from pipelines.tiles.tile_table import WHOLE_FILE, IndexPart, TileTable, sides_text
 from pipelines.tiles.tiling import IndexSettings
 
@@ -50,6 +49,10 @@ class IndexCommand:
     """Processes, a slide each at a time; 0: one per core."""
     part: str | None = None
     """Index only this part of the slides, such as 2/8; parts may run in parallel, a run without --part joins them."""
+
+    @property
+    def processes(self) -> int:
+        return self.workers or usable_cores()
 
     @property
     def chosen_part(self) -> IndexPart | None:
@@ -90,7 +93,7 @@ def index(command: IndexCommand) -> None:
         failed = FailedSlides(command.out / "failed_slides.csv")
         try:
             table = build_index(
-                specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
+                specs, command.index, command.out, workers=command.processes, progress=say, retry_failed=True, part=part
             )
         except SlideError as fault:  # no slide can be used: their pictures show why
             if part is not None:  # other parts may have some; its own file holds the faults
@@ -137,7 +140,7 @@ def _page(
     truth: SlideAnnotations | None,
 ) -> tuple[Path, str]:
     """The page of all slides, and what is flagged on it."""
-    pictures = small_pictures(command.out / "tissue", specs, truth, command.workers or default_threads(1))
+    pictures = small_pictures(command.out / "tissue", specs, truth, command.processes)
     wrong = [(slide, "annotation", fault) for slide, fault in truth.failed.items()] if truth else []
     here = {spec.slide_id for spec in specs}
     rows = slide_rows(table, [row for row in (*failed.rows(), *wrong) if row[0] in here], pictures)

@@ -6,7 +6,6 @@ Takes a folder, how many slides, how large, and the task; returns pyramidal JPEG
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Annotated, Literal
 import cv2
 import tyro
 
+from app.launch.host import usable_cores
 from app.settings.cli import run_command
 from app.settings.fields import at_least, broken
 from pipelines.backends.tiff_levels import PRINT_UM
@@ -43,7 +43,7 @@ class SynthCommand:
     """Of everything drawn."""
     mpp: float = 0.5
     """Resolution in um/px that the files state."""
-    workers: int = os.cpu_count() or 1
+    workers: int = usable_cores()
     """Threads that draw. The result does not depend on it."""
 
     def validate(self) -> list[str]:

@@ -254,6 +254,8 @@ def _train_guarded(
         if is_done:  # it was killed between its last checkpoint and its summary, or failed there
             loop.outcome.check_replaced(folder.failed_slides)
         else:
+            if placement.communicator.rank == 0:
+                folder.summary.unlink(missing_ok=True)  # of an earlier start: a report would show it as this one's
             loop.run()
     except Exception as fault:
         error = guard.explain(fault)

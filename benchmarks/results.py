@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -86,8 +87,9 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def results(command: str, *parts: str) -> str:
-    """Return ``parts``, which are tables and paragraphs, with the command, the date and the machine."""
+def results(*parts: str) -> str:
+    """Return ``parts``, which are tables and paragraphs, with the command that was typed, the date and the machine."""
+    command = shlex.join(["python", *sys.orig_argv[1:]])
     return "\n".join([*parts, f"Written by `{command}`: {measured_on()}.\n"])
 
 

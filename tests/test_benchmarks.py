@@ -1,13 +1,17 @@
-"""The commands of benchmarks of slides, models and plans still run: shortened, and only to their end."""
+"""Benchmarks of slides, models and plans: commands run to their end, shortened; what is kept and written of them."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import results
+from benchmarks.out_of_core import peaks
+from benchmarks.out_of_core import run as out_of_core
 from tests.helpers.benchmark_run import assert_runs
 
 ROOT = Path(__file__).parents[1]
@@ -51,3 +55,38 @@ def test_benchmark_that_forks_its_runs(command: str, says: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert says in done.stdout
+
+
+def test_tables_name_the_command_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python3", "-m", "benchmarks.teams.run", "--models", "unet:64"])
+    assert "Written by `python -m benchmarks.teams.run --models unet:64`: " in results.results("a table")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "benchmarks.plan_accuracy.run --only vgg-2",
+        "benchmarks.plan_accuracy.plan_speed --only one-node",
+        "benchmarks.streaming.coverage --only resnet18",
+        "benchmarks.streaming.speed --only resnet18",
+    ],
+)
+def test_a_part_of_a_table_does_not_replace_it(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [module, *arguments, "--write"])
+    main = importlib.import_module(module).main
+    del sys.modules[module]  # other tests run it as a command, which warns of a module that is there already
+    with pytest.raises(SystemExit):
+        main()
+    assert "leave out --only" in capsys.readouterr().err
+
+
+def test_rows_out_of_core_are_kept_without_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"model": "unet", "px": 64, "way": "none", "predicted": 1, "predicted_host": 0, "measured": None}
+    monkeypatch.setattr(results, "OUT", tmp_path)
+    monkeypatch.setattr(peaks, "rows", lambda *_: [row])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.out_of_core.run", "--parts", "peaks"])
+    out_of_core.main()
+    assert results.read_json("out_of_core_2GiB")["peaks"] == {"unet|64|none": row}

@@ -26,6 +26,13 @@ def test_only_setup_all_installs_system_packages(target):
     assert SYSTEM in would_run("setup-all")
 
 
+def test_only_an_unfinished_environment_is_removed(tmp_path):
+    removes = f"-m venv {tmp_path} --clear\n"
+    assert removes in would_run("setup", f"VENV={tmp_path}")
+    (tmp_path / ".installed").touch()
+    assert removes not in would_run("setup", f"VENV={tmp_path}")
+
+
 def test_what_lands_is_tested_whole_and_with_all_programs():
     assert "\nmake test-all\n" in (ROOT / ".ci" / "run").read_text()
     lines = would_run("test-all").splitlines()

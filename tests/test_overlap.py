@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.overlap import run
 from benchmarks.overlap.findings import (
     Rounds,
     everything_over_best_alone,
@@ -14,6 +17,7 @@ from benchmarks.overlap.findings import (
     verdict,
 )
 from benchmarks.overlap.settings import (
+    CASES,
     EXHAUSTIVE,
     MACHINES,
     OFF,
@@ -21,7 +25,7 @@ from benchmarks.overlap.settings import (
     Setting,
     turned_on,
 )
-from benchmarks.overlap.tune import Cost, Demand, demands_of, tune, tuned_rows
+from benchmarks.overlap.tune import Cost, Demand, costs_of, demands_of, tune, tuned_rows
 
 BUSY = MACHINES[0]
 EVERYTHING = turned_on(*ON)
@@ -95,3 +99,19 @@ def test_the_choice_is_judged_by_rounds_that_did_not_choose() -> None:
     assert all(float(row[5]) in (1.0, 2.0) for row in tuned)
     half = [row for row in rows if row["round"] == 0]
     assert not list(tuned_rows(Rounds.of(half), "m@32"))
+
+
+def test_costs_are_of_rounds_with_all_settings() -> None:
+    rows = rows_of("m@32", {setting: [10.0, 100.0] if setting == OFF else [10.0] for setting in EXHAUSTIVE})
+    assert {cost.images_s for cost in costs_of(Rounds.of(rows), "m@32").values()} == {10.0}
+
+
+def test_rounds_of_a_later_run_have_new_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["resnet18@32"]
+    (tmp_path / case.name / "pictures").mkdir(parents=True)
+    rows = [*rows_of(case.name, {OFF: [10.0] * 3}), *rows_of("other@32", {OFF: [10.0] * 9})]
+    (tmp_path / run.ROWS).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    asked: list[Any] = []
+    monkeypatch.setattr(run, "run_on_ranks", lambda _, __, argument, **___: asked.append(argument["rounds"]))
+    run.measure(case, [], 2, tmp_path)
+    assert asked == [[3, 5]]

@@ -67,7 +67,7 @@ def write_page(folder: Path) -> Path:
     path = folder / NAME
     try:
         bench = json.loads(path.read_text(encoding="utf-8"))
-        page = render(bench)
+        page = render(bench, folder)
     except FileNotFoundError:
         raise RunError(f"{path} is not there: give the --out folder of app.bench") from None
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as fault:
@@ -75,8 +75,11 @@ def write_page(folder: Path) -> Path:
     return write_text(folder / "report.html", page)
 
 
-def render(bench: Mapping[str, Any]) -> str:
-    rows, out = bench["rows"], bench["settings"]["out"]
+def render(bench: Mapping[str, Any], folder: Path) -> str:
+    rows, out = (
+        bench["rows"],
+        str(folder if folder.name else folder.resolve()),
+    )  # not the --out of the settings: the folder may have been moved
     again = f"{bench['command']} --out {shlex.quote(out + '-again')}"  # of two --out the last counts
     headers = ("model", "tile px", "ranks", "tiles a step", HEADERS[0], HEADERS[-1], *HEADERS[1:-1])
     table = []

@@ -9,9 +9,10 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -46,7 +47,8 @@ class BenchmarkRunner:
     """The runs of one ``app.bench``.
 
     Raises:
-        ValueError: the folder holds a benchmark and ``--resume`` was not given, or one with other settings.
+        ValueError: the folder holds a benchmark and ``--resume`` was not given, or one with other settings or of
+            another machine.
     """
 
     def __init__(self, command: BenchCommand, arguments: Sequence[str]) -> None:
@@ -94,9 +96,13 @@ class BenchmarkRunner:
             fewest = min(kept["ranks"]), min(self._command.ranks)
             if self._command.scaling == "weak" and fewest[0] != fewest[1]:
                 others.append("ranks: --batch is that of the fewest, {} in the benchmark; asked are {}".format(*fewest))
+            if (found := self._folder / NAME).exists():
+                before, here = _hardware(read_data(found)["environment"]), _hardware(self._environment)
+                if before != here:
+                    others.append(f"machine: the benchmark has {before}; this is {here}: name another --out")
             if others:
                 lines = "\n       ".join(others)
-                raise ValueError(f"{self._folder} was begun with other settings:\n       {lines}")
+                raise ValueError(f"{self._folder} holds another benchmark:\n       {lines}")
         self._trials.mkdir(parents=True, exist_ok=True)
         for result in self._trials.glob("*/*/trial.json"):
             if Trial.load(result).status not in KEPT:
@@ -175,6 +181,11 @@ class BenchmarkRunner:
 
     def _path(self, case: Case, repeat: int) -> Path:
         return self._trials / case.name / str(repeat + 1)
+
+
+def _hardware(environment: Mapping[str, Any]) -> str:
+    """Return the names of the processor and of the GPUs, each kind once: the ranks may grow."""
+    return ", ".join(dict.fromkeys([environment["cpu"]["model"], *(gpu["name"] for gpu in environment["gpus"])]))
 
 
 def _outcome(trial: Trial) -> str:

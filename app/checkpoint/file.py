@@ -252,6 +252,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as fault:
+        if fault.errno != errno.EINVAL or not path.is_dir():  # some file systems flush files alone
+            raise
     finally:
         os.close(descriptor)
 

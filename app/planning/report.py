@@ -81,7 +81,7 @@ def report(command: PlanCommand) -> int:
     if best is not None and best.strategy.stashes:
         print("\n" + "\n".join(delayed_notes(planner, best, command.tile)))
     if planner.cluster.speeds:
-        print("\n" + "\n".join(_unequal(command, planner, rows, work)))
+        print("\n" + "\n".join(_unequal(command, machine, planner, rows, work)))
     if best is None:
         print(f"\n{too_small([row for row in rows if not row.fits], machine.cluster)}")
 
@@ -100,13 +100,17 @@ def report(command: PlanCommand) -> int:
     return OK if best else FAILED
 
 
-def _unequal(command: PlanCommand, planner: Planner, rows: Sequence[PlanRow], work: Workload) -> Iterator[str]:
+def _unequal(
+    command: PlanCommand, machine: Machine, planner: Planner, rows: Sequence[PlanRow], work: Workload
+) -> Iterator[str]:
     assert command.device_spec is not None
     devices = [spec.name for spec in devices_named(command.device_spec, command.ranks)]
 
     def without(device: str) -> float | None:
         left = [name for name in devices if name != device]
-        fewer = dataclasses.replace(command, device_spec=",".join(left), ranks=len(left), batch=command.step_tiles)
+        # The precision of the plan: "auto" may choose another one for fewer devices.
+        changed: dict[str, Any] = {"device_spec": ",".join(left), "ranks": len(left), "precision": machine.precision}
+        fewer = dataclasses.replace(command, **changed, batch=command.step_tiles)
         others = planner_for(fewer, machine_of(fewer), work)
         # As for the plan itself, without subgraph: whether each layer takes samples apart shows when it is built.
         of_others = [name for name in command.names if name != SUBGRAPH.name] if len(left) > 1 else ["single"]

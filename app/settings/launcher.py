@@ -131,9 +131,9 @@ def find_launch() -> Launch | None:
             continue
         if int(world) < 2 and not started_by_us():  # torchrun, or the variables of a pod
             return None
-        if mpi and local_world is None:  # srun says itself what PMI does not
-            local_rank = os.environ.get("SLURM_LOCALID")
-            local_world = str(tasks_of_node(os.environ) or world)
+        if mpi and local_world is None:  # mpiexec of HPE Cray and srun have variables of their own
+            local_rank = os.environ.get("PMI_LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
+            local_world = os.environ.get("PMI_LOCAL_SIZE") or str(tasks_of_node(os.environ) or world)
         if not mpi and (local_rank is None or local_world is None):
             raise ValueError(
                 f"RANK={rank} and WORLD_SIZE={world} are set, which needs LOCAL_RANK (got {local_rank}) and "

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from app.launch.host import usable_cores
 from app.settings.run import RunConfig, slides_in
 from app.training.run_folder import RunFolder
 from app.training.run_slides import choose_splits
@@ -106,7 +107,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     specs = tuple(spec for spec in specs if spec.slide_id in known)
     progress(f"{counted(len(specs), 'slide')}, {task}, labels from {truth.source}: {', '.join(truth.classes)}")
     resumed = config.resume and folder.last.exists()
-    workers = config.data.index_workers
+    workers = config.data.index_workers or usable_cores()
     tiles = build_index(specs, config.index, folder.path, workers=workers, progress=progress, resumed=resumed)
     if tiles.sides is not None:
         progress(f"whole slides as tiles: {sides_text(tiles)} at {config.index.mpp:g} um/px")

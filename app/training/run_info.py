@@ -89,10 +89,12 @@ def describe_gpus() -> dict[str, Any]:
 
 def describe_launcher() -> dict[str, Any]:
     """``found``: launcher -> is it there; ``started_by`` one of them or None; ``variables`` that show it."""
-    told = {who: names for who, names in RANK_VARIABLES.items() if not (who == "torchrun" and started_by_us())}
+    told = {} if started_by_us() else dict(RANK_VARIABLES)
+    if slurm_variables() is None:  # a batch script, or a step of one task: Slurm has started no ranks
+        told.pop("slurm", None)
     variables = {name: os.environ[name] for names in told.values() for name in names if os.environ.get(name)}
     started_by = next((who for who, names in told.items() if any(n in variables for n in names)), None)
-    if started_by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ and slurm_variables():
+    if started_by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ and "slurm" in told:
         started_by = "slurm"  # a rank of srun that has been given torchrun's variables to join the others
     found = {name: find_program(name) is not None for name in LAUNCHERS}
     return {"found": found, "started_by": started_by, "variables": variables}

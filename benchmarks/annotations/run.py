@@ -145,7 +145,7 @@ def main() -> None:
         lines += measured(Path(folder), "one outline", outline(arguments.vertices, rng), arguments.tiles)
     header = ("drawing", "file, MB", "load, s", "held, MB", *(f"mask of {tile} px, us" for tile in TILES))
     told = f"{arguments.vertices:,} vertices in each; {arguments.tiles} tiles, median (95th percentile).\n"
-    text = results("python -m benchmarks.annotations.run --write", markdown_table(header, lines), told)
+    text = results(markdown_table(header, lines), told)
     publish(__file__, text, arguments.write)
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,9 +102,8 @@ def main() -> None:
                 print(f"{row['status']:8}{largest(row):9.1e}{row['seconds']:7.1f} s  {row['cell']}  {row['note']}")
     found = read(path)
     rows = [found[str(cell)] for cell in wanted if str(cell) in found]
-    command = shlex.join(["python", "-m", "benchmarks.exactness.run", *sys.argv[1:]])
     page = PAGES.get(arguments.table, "README.md")
-    publish(__file__, results(command, summary(rows, len(wanted))), arguments.write, arguments.table, page)
+    publish(__file__, results(summary(rows, len(wanted))), arguments.write, arguments.table, page)
     finish(row["cell"] for row in rows if row["status"] in FAULTS)
 
 

@@ -153,7 +153,6 @@ def main() -> None:
     header = ("slide", "level 0, px", "um/px", "levels", "backend", "checksum", "OpenSlide", "own library")
     told = f"{arguments.regions} regions of each slide, up to {SIDE_PX} px a side, on all levels, some over an edge.\n"
     text = results(
-        "python -m benchmarks.formats.run --write",
         markdown_table(header, rows),
         told,
         "Refused by name:\n",

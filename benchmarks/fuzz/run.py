@@ -218,8 +218,7 @@ def main() -> None:
     summary = f"**{len(found)} variants, {faults} of them faults.**\n"
     print(table + "\n" + summary)
     if arguments.write:
-        command = f"python -m benchmarks.fuzz.run --variants {arguments.variants} --seed {arguments.seed}"
-        write_results(README, results(command, table, summary))
+        write_results(README, results(table, summary))
     sys.exit(bool(faults))
 
 

@@ -275,8 +275,7 @@ def main() -> None:
     good = [row for row in found if "fault" not in row]
     name = torch.cuda.get_device_name(device) if gpu else "none: a copy to the device is one within the CPU's memory"
     page = f"GPU: {name}.\n", report.table_of(found, sys.modules[__name__]), takeaways(good, gpu) if good else ""
-    command = " ".join(["python -m benchmarks.gpu.study", *sys.argv[1:]])
-    publish(__file__, results(command, *page), asked.write, "study")
+    publish(__file__, results(*page), asked.write, "study")
     missed = [row for row in found if not row.get("passed")]
     finish(f"{row.get('name', row['model'])}: {row.get('fault', 'other losses')}" for row in missed)
 

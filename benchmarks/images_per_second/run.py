@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -173,7 +172,6 @@ def main() -> None:
                 bench = json.loads((folder / "bench.json").read_text())
                 rows, best, batch = bench["rows"], fastest_whole(bench["rows"]), bench["settings"]["batch"]
                 text = results(
-                    shlex.join(["python", "-m", "benchmarks.images_per_second.run", *sys.argv[1:]]),
                     verdict(rows),
                     markdown_table(("ranks", *FIGURES, BESIDE), [line(row, best) for row in rows]),
                     f"{batch} tiles a step, {MEMORY} a rank. All runs together: {bench['wall_s'] / 60:.0f} min.\n",

@@ -109,8 +109,7 @@ def main() -> None:
         f"{given.slides} slides of {given.size:,} px, {hours:.2f} hours; trained on {summary['images']:,} tiles; "
         f"Dice {dice:.3f} over {scores['annotated_slides']} slides; report.html {page_mb:.1f} MB.\n"
     )
-    shown = f"python -m benchmarks.many_slides.run --slides {given.slides} --size {given.size} --write"
-    publish(__file__, results(shown, table, said), given.write)
+    publish(__file__, results(table, said), given.write)
 
 
 if __name__ == "__main__":

@@ -103,9 +103,8 @@ def main() -> None:
     dice: dict[int, dict[str, float]] = {value: {} for value in study.settings}
     for (value, _), row in zip(runs, measured(f"nuclei_{asked.study}", cases), strict=True):
         dice[value] |= row["dice"]
-    command = f"python -m benchmarks.nuclei.compare {asked.study} --write"
     about = f"{steps} steps. {bytes_text(MEMORY)} a rank.\n" if asked.study == "microbatch" else f"{steps} steps.\n"
-    publish(__file__, results(command, about, table(asked.study, dice, folds)), asked.write, asked.study)
+    publish(__file__, results(about, table(asked.study, dice, folds)), asked.write, asked.study)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.out_of_core.run [--parts peaks largest] [--models resnet50 unet] [--px 1024 2048]
         [--ranks 1 2 4] [--budget 2GiB] [--write]
 
-With ``--write``, rows measured before stay in the tables until they are measured again.
+Rows are kept in ``bench-data/out_of_core_BUDGET.json`` and stay in the tables until they are measured again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def report(found: dict[str, dict[str, Any]], budget: str) -> str:
         [_largest_line(row, plain.get(row["model"])) for row in rows],
     )
     return results(
-        "python -m benchmarks.out_of_core.run --write",
         "Peak bytes of one tile, on one rank:\n",
         first,
         f"Largest tile within {budget} of device bytes a rank, {largest.BATCH} tiles a step, AdamW:\n",
@@ -93,13 +92,13 @@ def main() -> None:
     budget = bytes_of(asked.budget)
     if budget is None:
         parser.error(f"--budget takes a size such as 2GiB; got {asked.budget!r}")
-    known = read_json("out_of_core") if asked.write else {}
+    file = f"out_of_core_{asked.budget}"
+    known = read_json(file)
     found = {part: known.get(part, {}) for part in PARTS}
 
     def note(part: str, key: tuple[Any, ...], row: dict[str, Any]) -> None:
         found[part]["|".join(map(str, key))] = row
-        if asked.write:
-            write_json("out_of_core", {**found, "environment": measured_on()})
+        write_json(file, {**found, "environment": measured_on()})
 
     if "peaks" in asked.parts:
         for row in peaks.rows(asked.models, asked.px):

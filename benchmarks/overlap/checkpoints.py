@@ -190,7 +190,7 @@ def main() -> None:
         "turn; seconds are medians, of periods also the shortest and the longest.\n"
     )
     table = markdown_table(HEADER, map(row, cases, found))
-    text = results("python -m benchmarks.overlap.checkpoints --write", about, table)
+    text = results(about, table)
     write_json(
         "checkpoint_stall", [{**dataclasses.asdict(case), **each} for case, each in zip(cases, found, strict=True)]
     )

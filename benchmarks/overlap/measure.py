@@ -53,7 +53,7 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> int:
     windows = [Window(machine, parallel, Setting(*levels)) for machine, parallel, levels in argument["windows"]]
     begun_s, written = time.monotonic(), 0
     with Ranks(communicator, case, Path(argument["folder"])) as ranks, Path(argument["rows"]).open("a") as file:
-        for number in range(argument["rounds"]):
+        for number in range(*argument["rounds"]):
             for window in random.Random(number).sample(windows, len(windows)):
                 row = ranks.measure(window)
                 if communicator.rank == 0:

@@ -67,10 +67,12 @@ def measure(case: Case, windows: list[Window], rounds: int, out: Path) -> None:
     folder = out / case.name
     if not (folder / "pictures").exists():
         draw_pictures(folder / "pictures", case.px)
+    # The tables compare rows of the same round: rounds of another run have other numbers.
+    first = 1 + max((row["round"] for row in read_rows(out) if row["case"] == case.name), default=-1)
     argument = {
         "case": case,
         "windows": [dataclasses.astuple(window) for window in windows],
-        "rounds": rounds,
+        "rounds": [first, first + rounds],
         "folder": str(folder),
         "rows": str(out / ROWS),
     }
@@ -137,7 +139,7 @@ def main() -> None:
         for case, windows in measured.items():
             measure(case, windows, asked.rounds, out)
         rows = read_rows(out)
-    text = results("python -m benchmarks.overlap.run --tables --write", about(rows), *tables(rows))
+    text = results(about(rows), *tables(rows))
     publish(__file__, text, asked.write)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from benchmarks.overlap.findings import Rounds
@@ -62,15 +62,15 @@ def tune(cost_of: Callable[[Setting], Cost], demand: Demand, start: Setting = OF
             return best, len(costs)
 
 
-def costs_of(rounds: Rounds, case: str, numbers: Collection[int]) -> dict[Setting, Cost]:
-    """Return the medians over the rounds ``numbers`` of every setting of the exhaustive table; empty: not measured."""
-    costs = {}
-    for setting in EXHAUSTIVE:
-        measured = rounds.get((case, Window(MACHINES[0], "ddp", setting)), {})
-        rows = [row for number, row in measured.items() if number in numbers]
-        if rows:
-            costs[setting] = Cost(*(statistics.median(row[what] for row in rows) for what in Cost._fields))
-    return costs if len(costs) == len(EXHAUSTIVE) else {}
+def costs_of(rounds: Rounds, case: str, first: int = 0, step: int = 1) -> dict[Setting, Cost]:
+    """Return the medians of every setting over each ``step``-th round that has all settings; empty: there is none."""
+    measured = {setting: rounds.get((case, Window(MACHINES[0], "ddp", setting)), {}) for setting in EXHAUSTIVE}
+    numbers = sorted(set.intersection(*(set(by_round) for by_round in measured.values())))[first::step]
+    return {
+        setting: Cost(*(statistics.median(by_round[k][what] for k in numbers) for what in Cost._fields))
+        for setting, by_round in measured.items()
+        if numbers
+    }
 
 
 def demands_of(costs: Mapping[Setting, Cost]) -> Iterator[Demand]:
@@ -91,8 +91,7 @@ TUNED_COLUMNS += ("images/s, chosen over best", "lost s, chosen over best")
 def tuned_rows(rounds: Rounds, case: str) -> Iterator[tuple[str, ...]]:
     """Yield a row for each demand. Descent and the whole table choose by one half of the rounds and are compared by the
     other half, then the other way round: the best of many is the luckiest in the rounds that choose it."""
-    numbers = sorted({number for by_round in rounds.values() for number in by_round})
-    halves = [costs_of(rounds, case, numbers[k::2]) for k in (0, 1)]
+    halves = [costs_of(rounds, case, k, 2) for k in (0, 1)]
     if not all(halves):
         return
     for choosing, judging in (halves, halves[::-1]):
@@ -112,8 +111,7 @@ def main() -> None:
     parser.add_argument("--images-per-second", type=float, help="at least")
     parser.add_argument("--case", default="resnet18@32", help="model@px of the table")
     asked = parser.parse_args()
-    rounds = Rounds.of(read_rows())
-    costs = costs_of(rounds, asked.case, {number for by_round in rounds.values() for number in by_round})
+    costs = costs_of(Rounds.of(read_rows()), asked.case)
     if not costs:
         sys.exit(f"no exhaustive table of {asked.case} yet: python -m benchmarks.overlap.run --exhaustive")
     demand = Demand(asked.lost_seconds, asked.images_per_second)

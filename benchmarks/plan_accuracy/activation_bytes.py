@@ -136,7 +136,7 @@ def report(rows: Sequence[Row], model: str, px: int) -> str:
     header = ("D", "schedule", "m", "measured, MiB, rank 0, 1, ...", "formula", "gives", "simulated")
     table = markdown_table((*header, "largest deviation"), lines)
     about = f"{model}, {px} px, one tile a microbatch.\n"
-    return results("python -m benchmarks.plan_accuracy.activation_bytes --write", about, table)
+    return results(about, table)
 
 
 def main() -> None:

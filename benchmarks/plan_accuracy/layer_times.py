@@ -165,7 +165,7 @@ def report(result: dict[str, Any]) -> str:
         parts.append(f"Convolutions of {PLAIN}, ms, measured seconds paired.\n")
         header = ["convolution", *(text for name in PASSES for text in (f"{name}, measured", "predicted", ""))]
         parts.append(markdown_table(header, map(_convolution, plain)))
-    return results("python -m benchmarks.plan_accuracy.layer_times --write", *parts)
+    return results(*parts)
 
 
 def plain_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 Takes nothing; gives the seconds of each command by the clock and on the cores, imports and tracing included. Exit code
 1 if a plan takes longer than asked.
 
-    python -m benchmarks.plan_accuracy.plan_speed [--rounds 3] [--only NAME] [--write]
+    python -m benchmarks.plan_accuracy.plan_speed [--rounds 3] [--only NAME | --write]
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="times that each is run; medians are given")
     parser.add_argument("--only", choices=PLANS, help="this plan alone")
     arguments = parser.parse_args()
+    if arguments.write and arguments.only:
+        parser.error("--write replaces the whole table: leave out --only")
     names = [arguments.only] if arguments.only else list(PLANS)
     if "largest-tile-here" in names:  # what is calibrated once a machine is no part of it
         planned("--model resnet18 --tile 64 --memory 2GiB")
@@ -47,7 +49,7 @@ def main() -> None:
         for name, each in found.items()
     ]
     header = ("python -m app.plan", "s by the clock", "s on the cores", "asked: at most")
-    text = results("python -m benchmarks.plan_accuracy.plan_speed --write", markdown_table(header, lines))
+    text = results(markdown_table(header, lines))
     publish(__file__, text, arguments.write, "plan_speed")
     slow = [(name, each["wall_s"]) for name, each in found.items() if each["wall_s"] > (PLANS[name][1] or float("inf"))]
     finish(f"{name}: {seconds:.1f} s, asked {PLANS[name][1]:g} s" for name, seconds in slow)

@@ -4,7 +4,7 @@ Takes nothing; gives ``bench-data/plan_accuracy.json``, problem by problem as th
 The machine is calibrated before each problem, as a shared one has another speed each hour. Wants an otherwise idle
 machine. Exit code 1 if a target was missed.
 
-    python -m benchmarks.plan_accuracy.run [--only PROBLEM ...] [--steps N] [--tables] [--write] [--quick]
+    python -m benchmarks.plan_accuracy.run [--steps N] [--tables] [--write | --only PROBLEM ... | --quick]
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one tiny problem, times by a data sheet: does it run?")
     arguments = parser.parse_args()
     only = [QUICK.name] if arguments.quick else arguments.only
+    if arguments.write and only is not usual:
+        parser.error("--write replaces the whole table: leave out --only and --quick")
     asked = [name for name in ALL if any(fnmatch.fnmatchcase(name, pattern) for pattern in only)]
     if not asked:
         parser.error(f"--only names no problem; got {' '.join(only)}, and there are {', '.join(ALL)}")
@@ -108,7 +110,7 @@ def main() -> None:
     rows = [row for name in asked if name in found for row in found[name]["rows"]]
     choices = [row for row in rows if not row["problem"].startswith(FIXED)]
     tables = [*(["Choices:", choices_table(choices)] if choices else []), "Predictions:", errors_table(rows)]
-    text = results("python -m benchmarks.plan_accuracy.run --write", *tables)
+    text = results(*tables)
     publish(__file__, text, arguments.write)
     finish(missed(rows))
 

@@ -145,7 +145,7 @@ def report(result: Mapping[str, Any]) -> str:
     )
     text = f"{result['model']}, {result['m']} microbatches of one tile of {result['px']} px unless m says otherwise, "
     text += f"{len(rounds)} rounds. Seconds are medians over the rounds.\n"
-    return results("python -m benchmarks.schedules.run --write", text, against, paper, kept)
+    return results(text, against, paper, kept)
 
 
 MEMORY = ("activation_bytes", "growth_bytes")

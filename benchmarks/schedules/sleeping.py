@@ -155,7 +155,7 @@ def report(unit_s: float, steps: int, table: list[dict[str, Any]]) -> str:
     about = (
         f"D = {DEPTH} ranks, F = {FORWARD}, B = {BACKWARD} units of {unit_s * 1000:g} ms, medians of {steps} steps.\n"
     )
-    return results("python -m benchmarks.schedules.sleeping --write", about, text)
+    return results(about, text)
 
 
 def draw(case: Case, unit_s: float, measured: Timeline) -> str:

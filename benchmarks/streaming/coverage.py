@@ -4,7 +4,7 @@ Takes nothing; gives the tables of the README. Models are built without numbers 
 one size: seconds a model. A model counts if all that leaves its region is sums, or the fixed number of cells that it is
 pooled to; of the others the layer and the reason are given. Exit code 1 if fewer models count than asked.
 
-    python -m benchmarks.streaming.coverage [--only NAME ...] [--write]
+    python -m benchmarks.streaming.coverage [--only NAME ... | --write]
 """
 
 from __future__ import annotations
@@ -105,11 +105,13 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="models, as --model takes them")
     asked = parser.parse_args()
+    if asked.write and asked.only:
+        parser.error("--write replaces the whole table: leave out --only")
     warnings.simplefilter("ignore")
     names = asked.only or [*torchvision_classifiers(), *(f"timm:{name}" for name in TIMM)]
     rows = [measure(name) for name in names]
     write_json("streaming_coverage", {"rows": rows, "tile_px": TILE, "environment": measured_on()})
-    text = results("python -m benchmarks.streaming.coverage --write", tables(rows))
+    text = results(tables(rows))
     publish(__file__, text, asked.write, "coverage")
     share = sum(not row["frozen"] for row in rows) / len(rows)
     finish(() if share >= ASKED else [f"{share:.0%} of models get to their pooling, asked {ASKED:.0%}"])

@@ -4,7 +4,7 @@ Takes nothing; gives the table of the README. Both compute one tile of random px
 rounds in one process, so that a busy machine slows them alike; figures are of processor time, one thread; the ratio is
 the median of the rounds', with the range. Exit code 1 if a model is slower than asked at its better box side.
 
-    python -m benchmarks.streaming.speed [--tile 1024] [--boxes 256 512] [--rounds 5] [--only NAME ...] [--write]
+    python -m benchmarks.streaming.speed [--tile 1024] [--boxes 256 512] [--rounds 5] [--only NAME ... | --write]
 """
 
 from __future__ import annotations
@@ -78,11 +78,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="after one to warm up")
     parser.add_argument("--only", nargs="+", default=MODELS, metavar="NAME", help="as for --model")
     asked = parser.parse_args()
+    if asked.write and asked.only is not MODELS:
+        parser.error("--write replaces the whole table: leave out --only")
     torch.set_flush_denormal(True)  # as app.train does
     torch.set_num_threads(1)
     rows = [row for model in asked.only for row in measure(model, asked.tile, asked.boxes, asked.rounds)]
     write_json("streaming_speed", {"rows": rows, "environment": measured_on()})
-    publish(__file__, results("python -m benchmarks.streaming.speed --write", table(rows)), asked.write, "speed")
+    publish(__file__, results(table(rows)), asked.write, "speed")
     best = {model: min(median(row["ratios"]) for row in rows if row["model"] == model) for model in asked.only}
     finish(f"{model}: {ratio:.2f}x the plain step, asked {ASKED}" for model, ratio in best.items() if ratio > ASKED)
 

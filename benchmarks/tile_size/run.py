@@ -164,8 +164,7 @@ def main() -> None:
     for row in measure(asked.study, windows, slides, steps, seeds):
         rows.append(row)
         write_json(f"tile_size_{asked.study}", {"rows": rows, "environment": measured_on()})
-    command = f"python -m benchmarks.tile_size.run {asked.study} --write"
-    text = results(command, table(rows, f"{slides} slides, {steps} steps."))
+    text = results(table(rows, f"{slides} slides, {steps} steps."))
     publish(__file__, text, asked.write, asked.study)
     means = {w: statistics.mean(row["slide_auc"] for row in rows if row["window"] == w) for w in windows}
     bounds = {window: study.asked[window] for window in windows if window in study.asked}

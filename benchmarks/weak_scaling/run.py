@@ -97,14 +97,14 @@ def main() -> None:
     write_json(name, {"curves": [dataclasses.asdict(c) for c in curves], "environment": measured_on()})
     title = f"Simulated weak scaling: {model}, {tile} px tiles, V100 (16 GB), NVLink, EDR InfiniBand"
     draw(curves, title, (Path(__file__).parent if arguments.write else OUT) / f"{name}.svg")
-    part, option = (f"groups of {arguments.group}", f" --group {arguments.group}") if arguments.group else ("", "")
+    part = f"groups of {arguments.group}" if arguments.group else ""
     parts = [
         f"Simulated, {model} on {tile} px: efficiency by number of ranks; images/s and seconds at {most} ranks.\n",
         simulation_table(curves),
         f"Simulated efficiency at {most} ranks, where another assumption holds.\n",
         what_if_table(curves),
     ]
-    publish(__file__, results(f"python -m benchmarks.weak_scaling.run{option} --write", *parts), arguments.write, part)
+    publish(__file__, results(*parts), arguments.write, part)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,6 @@ def main() -> None:
     runs = [(deep, asked.deep_steps, NEVER, way) for way in DEEP] + [(wider, asked.steps, every, way) for way in ways]
     rows = measured(name, {f"{case[0]} {case[3]} {case[1]} steps": partial(run, name, *case) for case in runs})
     text = results(
-        "python -m benchmarks.weak_scaling.trained --write",
         f"{deep}, {asked.deep_steps} steps of {BATCH} tiles of {TILE} px in {M} microbatches:\n",
         deep_table(rows[: len(DEEP)]),
         f"{wider}, {asked.steps} steps, validated every {every}:\n",

@@ -103,7 +103,7 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     draw(found, (Path(__file__).parent if arguments.write else OUT) / PICTURE)
     header = ["schedule", "tiles a step", "images/s", "of the time computing", "fullest rank"]
-    text = results("python -m benchmarks.weak_scaling.usage --write", markdown_table(header, lines))
+    text = results(markdown_table(header, lines))
     publish(__file__, text, arguments.write, "usage")
 
 

@@ -160,7 +160,7 @@ def main() -> None:
         "seeds. A way that has ended keeps its last loss.\n"
     )
     table = loss_table(found, POINTS, asked.windows, M, "minibatches")
-    text = results("python -m benchmarks.workers.asynchronous --write", about, table)
+    text = results(about, table)
     publish(__file__, text, asked.write, "asynchronous")
 
 

@@ -120,7 +120,7 @@ def report(found: dict[str, Any], tile: int, tiles: int, rounds: int) -> str:
         f"rank and {slow * 1e3:.0f} ms on the other, {slow / fast:.2f} times as long; {rounds} rounds.\n"
     )
     table = markdown_table(("who computes what", "images/s", "times equal shares"), rows)
-    return results("python -m benchmarks.workers.real --write", about, table)
+    return results(about, table)
 
 
 def main() -> None:

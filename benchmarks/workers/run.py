@@ -206,7 +206,7 @@ def report(found: dict[str, Any], unit_s: float) -> str:
         f"{WORLD} ranks over Gloo. First table: medians of 5 steps. Then {M} microbatches a step, of "
         f"{slower['unit_s'] * 1000:g} ms (becoming slower) and {unit_s * 200:g} ms (noise).\n"
     )
-    return results("python -m benchmarks.workers.run --write", about, formula, rebalanced, drift)
+    return results(about, formula, rebalanced, drift)
 
 
 def missed(found: dict[str, Any]) -> list[str]:

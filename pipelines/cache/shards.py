@@ -199,9 +199,11 @@ class ShardFolder:
         _write_json(self.path, {"zarr_format": 3, "node_type": "group", "attributes": {"megatile": kind.about}})
         _write_json(self._tiles, tiles_metadata(MOST_SHARDS, kind.slots, kind.height, kind.width))
         _write_json(self._places, places_metadata(MOST_SHARDS, kind.slots, PLACE_NUMBERS))
-        self._remove_abandoned()
+        listed = self.shards()
+        self._remove_abandoned(set(listed))
         numbers = (_number(name, "c.", ".0.0.0") for name in os.listdir(self._tiles))
-        self._next = 1 + max((number for number in numbers if number is not None), default=-1)  # to be claimed
+        listed += [number for number in numbers if number is not None]
+        self._next = 1 + max(listed, default=-1)  # to be claimed
         with self._ledger() as ledger:
             _write_held(ledger, self._held_bytes())
 
@@ -215,7 +217,7 @@ class ShardFolder:
 
     def places_of(self, shard: int) -> NDArray[np.int64]:
         """Return the places of the tiles of ``shard``, int64 (slots, 4). Raises OSError or DamagedShard."""
-        data = checked((self._places / f"c.{shard}.0").read_bytes())
+        data = checked(self._list_of(shard).read_bytes())
         return np.frombuffer(data, "<i8").reshape(self.kind.slots, -1)
 
     def publish(self, parts: Sequence[bytes], places: Sequence[Place], most_bytes: int) -> int | None:
@@ -245,14 +247,17 @@ class ShardFolder:
                 raise
         list_file = self._places / f".{shard}{WRITING}"
         list_file.write_bytes(list_bytes)
-        list_file.replace(self._places / f"c.{shard}.0")
+        list_file.replace(self._list_of(shard))
         return shard
+
+    def _list_of(self, shard: int) -> Path:
+        return self._places / f"c.{shard}.0"
 
     def _claim(self) -> tuple[int, BinaryIO]:
         """Return a number that no other process has, and the file that claims it, open to be written."""
         while True:
             shard, self._next = self._next, self._next + 1  # what is below was claimed: no folder is listed
-            if self.tiles_of(shard).exists():
+            if self.tiles_of(shard).exists() or self._list_of(shard).exists():  # a list whose tiles were deleted
                 continue
             with contextlib.suppress(FileExistsError):
                 file = (self._tiles / f".{shard}{WRITING}").open("xb")
@@ -296,10 +301,9 @@ class ShardFolder:
                         held += entry.stat().st_size
         return held
 
-    def _remove_abandoned(self) -> None:
+    def _remove_abandoned(self, listed: set[int]) -> None:
         """Remove what processes left that were killed while they wrote."""
         begun = time.time() - ABANDONED_S
-        listed = set(self.shards())
         for file in (*self._tiles.iterdir(), *self._places.iterdir()):
             shard = _number(file.name, "c.", ".0.0.0")
             unlisted = shard is not None and shard not in listed

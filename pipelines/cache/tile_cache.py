@@ -8,6 +8,7 @@ written, nothing more is kept; what is there serves on. A tile that is damaged o
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -27,9 +28,9 @@ from pipelines.slides.slide import Closing, Pixels, Slide, SlideError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S, LOOK_SHARE = 1.0, 0.05
+LOOK_EVERY_S, LOOK_SHARE, AFTER_FAULT_S = 1.0, 0.05, 300.0
 """After a tile that is not there: shards of other processes are looked for at most so often, and at most for so much
-of the time."""
+of the time; after a fault, so many seconds later."""
 
 
 @dataclass
@@ -89,7 +90,8 @@ class TileCache(Closing):
         self._memory: dict[Place, bytes] = {}  # tiles that are on no disk yet
         self._filling: list[Place] = []  # of these, the ones of the next shard
         self._on_disk = PlaceIndex()
-        self._indexes: dict[int, NDArray[np.uint64]] = {}
+        self._indexes: dict[int, tuple[tuple[int, int], NDArray[np.uint64], NDArray[np.int64]]] = {}
+        """Of each shard that was read: inode and time of change of its file, index, and places."""
         self._known: set[int] = set()  # shards whose places were looked at
         self._looking = threading.Lock()
         self._look_at_s = 0.0
@@ -147,22 +149,29 @@ class TileCache(Closing):
                 decode_tile(tile, out)
                 return True
             if there is not None:
-                self._read(*there, out)
+                self._read(place, *there, out)
                 return True
         except (DamagedShard, OSError) as fault:
-            log.warning("%s: a tile of shard %s is read anew: %s", self._shards.path, there, fault)
             with self._lock:
+                if not self.counts.damaged:
+                    path = self._shards.path
+                    log.warning("%s: a tile is read from its slide again; others are only counted: %s", path, fault)
                 self.counts.damaged += 1
                 if there is not None:
                     self._on_disk.drop(place, there)
         return False
 
-    def _read(self, shard: int, slot: int, out: Pixels) -> None:
+    def _read(self, place: Place, shard: int, slot: int, out: Pixels) -> None:
         descriptor = os.open(self._shards.tiles_of(shard), os.O_RDONLY)
         try:
-            index = self._indexes.get(shard)
-            if index is None:
-                index = self._indexes[shard] = read_index(descriptor, self.kind.slots)
+            status, known = os.fstat(descriptor), self._indexes.get(shard)
+            file = status.st_ino, status.st_mtime_ns
+            if known is None or known[0] != file:
+                known = file, read_index(descriptor, self.kind.slots), self._shards.places_of(shard)
+                self._indexes[shard] = known
+            _, index, places = known
+            if tuple(places[slot].tolist()) != place:  # the folder was deleted, and another run has filled it
+                raise DamagedShard(f"shard {shard} was replaced by one with other tiles")
             offset, size = index[slot].tolist()
             if offset == NO_CHUNK:
                 raise DamagedShard("the index does not have it")
@@ -202,10 +211,12 @@ class TileCache(Closing):
                 for shard in self._shards.shards():
                     if shard not in self._known:
                         self._learn(shard)
-            except OSError as fault:  # somebody took the folder away: the slide itself can be read all the same
+                ended_s = time.monotonic()
+                self._look_at_s = ended_s + max(LOOK_EVERY_S, (ended_s - begun_s) / LOOK_SHARE)
+            except OSError as fault:  # the slide itself can be read all the same
+                # Somebody took the folder away, or its file server fails for a while.
+                self._look_at_s = math.inf if isinstance(fault, FileNotFoundError) else begun_s + AFTER_FAULT_S
                 log.warning("%s: its tiles cannot be listed: %s", self._shards.path, fault)
-            ended_s = time.monotonic()
-            self._look_at_s = ended_s + max(LOOK_EVERY_S, (ended_s - begun_s) / LOOK_SHARE)
         finally:
             self._looking.release()
         return True

@@ -242,6 +242,18 @@ def test_another_benchmark_is_not_gone_on_with(tmp_path, capsys):
     assert "--batch is that of the fewest, 2 in the benchmark; asked are 1" in capsys.readouterr().err
 
 
+def test_a_benchmark_of_another_machine_is_not_gone_on_with(tmp_path, monkeypatch, capsys):
+    """Speeds of two machines had stood in one table."""
+    environment = {"cpu": {"model": "CPU A"}, "gpus": [{"name": "A40"}]}
+    monkeypatch.setattr("app.benchmark.runner.describe_environment", lambda: environment)
+    asked = ["--slides", str(tmp_path), "--out", str(tmp_path / "out"), "--tiles", "256", "--ranks", "1"]
+    asked += ["--strategies", "single"]
+    assert bench.main(asked) == bench.main([*asked, "--resume"]) == 1  # no slides: nothing ran
+    environment = environment | {"gpus": []}
+    assert bench.main([*asked, "--resume"]) == 2
+    assert "machine: the benchmark has CPU A, A40; this is CPU A: name another --out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("status", "repeated"),
     [("failed", True), ("killed", True), ("cannot", True), ("out-of-memory", False), ("ok", False)],

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import tifffile
 
+from app.index import IndexCommand
 from pipelines.catalog.table import FailedSlides
 from pipelines.tiles.tile_table import TileTable
 from tests.helpers.in_process import call
@@ -55,6 +57,11 @@ def test_a_folder_is_indexed(slides, tmp_path):
     assert f"in {out / 'tiles.parquet'} already: 1 slide" in index(tmp_path, "--stride", "256").stdout
     refused = index(tmp_path, "--stride", "256", "--min-tissue", "0.5", code=2)
     assert "min_tissue is 0.25 there, 0.5 was asked for" in refused.stderr
+
+
+def test_a_quota_limits_the_processes(monkeypatch):
+    monkeypatch.setattr("app.index.usable_cores", lambda: 3)
+    assert [IndexCommand(Path("slides"), workers=n).processes for n in (0, 2)] == [3, 2]
 
 
 def test_odd_files_and_names_are_named_and_the_others_go_on(slides, tmp_path):

@@ -102,18 +102,20 @@ def test_the_largest_tile_is_of_the_stages_and_microbatches_that_are_asked_for(p
     assert [(row["strategy"], row["depth"], row["m"]) for row in rows] == [("single", 1, 4), ("1f1b", 2, 4)]
 
 
-def test_a_plan_without_the_slower_devices_keeps_what_is_asked_for(plan, monkeypatch):
+def test_a_plan_without_the_slower_devices_keeps_precision_and_what_is_asked_for(plan, monkeypatch):
+    """A40s without T4s had been planned in bf16, and compared with fp32."""
     searches = []
 
     def search(self, names, **asked):
-        searches.append((names, asked["depth"], asked["m"]))
+        dtype = self.stages.microbatch(1)[1].source.split()[-1]
+        searches.append((names, asked["depth"], asked["m"], dtype))
         return Planner.search(self, names, **asked)
 
     monkeypatch.setattr("app.planning.report.Planner", type("Spy", (Planner,), {"search": search}))
     asked = "--device-spec", "a40-48gb:2,t4-16gb:2", "--stages", "2", "--microbatches", "4"
     assert "without 2 x t4-16gb" in plan(*asked, ranks=4)[0]
     (_, *of_plan), (names, *of_fewer) = searches
-    assert of_plan == of_fewer == [2, 4]
+    assert of_plan == of_fewer == [2, 4, "float32"]
     assert "subgraph" not in names
 
 

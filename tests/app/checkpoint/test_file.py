@@ -3,7 +3,9 @@
 import errno
 import os
 import random
+import stat
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -51,6 +53,18 @@ def test_previous_checkpoint_survives_a_disk_that_takes_no_more(number, last, mo
         save_checkpoint(last, {"step": 2})
     assert load_checkpoint(last)["step"] == 1
     assert [p.name for p in last.parent.iterdir()] == ["last.pt"]
+
+
+@pytest.mark.parametrize("refused", [stat.S_IFDIR, stat.S_IFREG])
+def test_a_file_system_may_flush_files_alone(refused, last, monkeypatch):
+    def fsync(descriptor):
+        if stat.S_IFMT(os.fstat(descriptor).st_mode) == refused:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(RunError, match="could not be written") if refused == stat.S_IFREG else nullcontext():
+        save_checkpoint(last, {"step": 1})
+    assert last.exists() == (refused == stat.S_IFDIR)
 
 
 def test_half_written_checkpoint_is_never_under_the_final_name(last, monkeypatch):

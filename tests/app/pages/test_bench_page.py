@@ -39,8 +39,13 @@ def test_the_page_is_whole_and_needs_nothing_but_itself(bench):
     assert write_page(bench).read_text() == html
     headings = [text(heading) for heading in page(bench).iter("h2")]
     assert headings == ["All rows", "Images per second", "Run it again", "Settings", "Environment"]
-    assert "--memory 3GiB --out runs/bench-again\n" in html
-    assert "python -m app.report runs/bench<" in html
+
+
+def test_commands_name_the_folder_that_is_reported(bench):
+    """They had named the --out of the settings, where a folder that was moved is no longer."""
+    html = write_page(bench).read_text()
+    assert f"--memory 3GiB --out {bench}-again\n" in html
+    assert f"python -m app.report {bench}<" in html
 
 
 def test_every_row_is_in_the_table_as_it_is(tmp_path):

@@ -29,6 +29,7 @@ class Page:
     """What a reader sees of a page."""
 
     def __init__(self, run):
+        self.run = run
         self.html = write_report(run).read_text()
         self.root = root_of(self.html)
         self.text = " ".join(" ".join(self.root.itertext()).split())
@@ -80,7 +81,7 @@ def test_page_says_what_the_run_was_and_gave(page):
         "Duration 1 h 06 min",
         "Slide AUC undefined",
         "broken-7 open cut short, at 50 %",
-        "python -m app.train --config runs/demo/config.yaml --out runs/demo-again",
+        f"python -m app.train --config {page.run}/config.yaml --out {page.run}-again",
         "packages torch 2.15.0",
         "the last line of the log",
         "tumour <3> 2 1 50 % 1 1",  # 2 slides, 1 right, 1 said normal, 1 said tumour
@@ -159,7 +160,7 @@ def test_an_end_with_an_error_shows_it_and_how_to_go_on_under_its_launcher(run, 
     text = Page(run).text
     assert "step 17: the loss is nan & void" in text
     (run / "env.json").write_text(json.dumps({"launcher": launcher}))
-    assert f"checkpoint {command} -m app.train --config runs/demo/config.yaml --resume" in Page(run).text
+    assert f"checkpoint {command} -m app.train --config {run}/config.yaml --out {run} --resume" in Page(run).text
 
 
 def test_a_long_run_with_many_pictures_stays_small(tmp_path):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import FailedSlides
 from pipelines.labels.folds import read_split_file
 from pipelines.labels.slide_labels import SlideLabels
+from pipelines.slides.slide import SlideError
 from pipelines.tiles.tiling import IndexSettings
 from tests.app.conftest import rows_of
 from tests.helpers.drawings import box, write_geojson
@@ -135,6 +137,16 @@ def test_folders_called_like_splits_are_the_split(classify_slides, tmp_path):
     assert "split by the folders train, val" in said
     assert any(line.startswith("slides by split: train 4, val 2, test 0; patients unknown") for line in said)
     assert prepared(slides, tmp_path / "run", said).splits == dataset.splits
+
+
+def test_a_quota_limits_the_processes_of_an_index(classify_slides, tmp_path, monkeypatch):
+    """A pod with 4 of 96 cores once started 96 processes."""
+    build = Mock(side_effect=SlideError)
+    monkeypatch.setattr("app.training.dataset.usable_cores", lambda: 3)
+    monkeypatch.setattr("app.training.dataset.build_index", build)
+    with pytest.raises(SlideError):
+        prepared(classify_slides, tmp_path, [])
+    assert build.call_args.kwargs["workers"] == 3
 
 
 HALF = 768

@@ -3,7 +3,9 @@
 import io
 import logging
 import re
+import resource
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from app.training import progress as module
 from app.training import resharing
-from app.training.outcome import UNKNOWN, WARM_UP, IdleTime, Throughput
+from app.training.outcome import UNKNOWN, WARM_UP, IdleTime, Throughput, peak_resident_bytes
 from app.training.progress import IndexProgress
 from app.training.resharing import Resharing, changes_in
 from app.training.run_folder import RunFolder
@@ -63,6 +65,13 @@ def test_idle_time_that_is_not_known_or_of_one_rank_is_left_out():
     idle.add([IdleTime.to_microseconds(0.5), IdleTime.to_microseconds(0.1)], 1.0)
     assert idle.fractions == pytest.approx([0.4, 0.0])
     assert IdleTime.to_microseconds(None) == UNKNOWN
+
+
+def test_peak_memory_is_known_without_a_line_of_the_kernel(monkeypatch):
+    """A run under gVisor, whose process table has no peak, failed at its end."""
+    monkeypatch.setattr(Path, "read_text", lambda _: "VmRSS:\t7 kB\n")
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=9))
+    assert peak_resident_bytes() == 9 * 1024
 
 
 EQUAL, UNLIKE = ((0, 1), (2, 3)), ((0,), (1, 2, 3))

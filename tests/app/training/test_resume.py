@@ -212,7 +212,8 @@ def test_a_run_without_a_checkpoint_starts_from_its_beginning_and_says_so(
 def test_a_full_disk_names_the_file_and_advises_resume_only_with_a_checkpoint(
     has_checkpoint, command, train, tmp_path, monkeypatch
 ):
-    """A write to an open file fails without the name of the file; the summary cannot be written either."""
+    """A write to an open file fails without the name of the file; the summary cannot be written either, and that of an
+    earlier start is gone."""
 
     def write_rows(file, rows):
         if any(row and row[0] == 3 for row in rows):
@@ -223,12 +224,15 @@ def test_a_full_disk_names_the_file_and_advises_resume_only_with_a_checkpoint(
     def refused(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write = run_folder.write_rows
+    write, summary = run_folder.write_rows, RunFolder(tmp_path / "run").summary
+    summary.parent.mkdir()
+    summary.write_text('{"status": "interrupted"}')
     monkeypatch.setattr(run_folder, "write_rows", write_rows)
     every = ("--checkpoint-every", "1" if has_checkpoint else "100")
     done = train(*command, *every, "--out", tmp_path / "run", code=1)
     assert f"{tmp_path / 'run' / 'metrics.csv'}: No space left on device" in done.stderr
     assert ("--resume" in done.stderr, "start again" in done.stderr) == (has_checkpoint, not has_checkpoint)
+    assert not summary.exists()
 
 
 def test_training_and_validation_share_the_memory_for_tiles_read_ahead(classify_slides, train, tmp_path, monkeypatch):

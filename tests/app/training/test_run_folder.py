@@ -18,8 +18,9 @@ from app.settings.run import DataSettings, RunConfig
 from app.training import metrics_log
 from app.training.metrics_log import MlflowLog
 from app.training.run_folder import CsvLog, RunFolder
-from app.training.run_info import describe_environment
+from app.training.run_info import describe_environment, describe_launcher
 from app.training.summary import write_step
+from parallel.comm.launch import STARTED_BY_US
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.recorded import gather_timeline
 from parallel.schedule.text import from_csv
@@ -190,6 +191,22 @@ def test_environment_is_json_and_tells_versions_and_nothing_of_the_user():
     assert told["megatile"]["commit"] == (git.stdout.strip() or None)
     assert str(Path.home()) not in text
     assert '"/' not in text  # no value is a path
+
+
+@pytest.mark.parametrize(
+    ("variables", "started_by"),
+    [
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
+        ({"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpi"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", STARTED_BY_US: "7"}, None),
+    ],
+    ids=["batch script", "mpirun in a batch script", "--ranks under mpirun -n 1"],
+)
+def test_the_launcher_is_the_one_that_started_the_ranks(variables, started_by, monkeypatch):
+    """A batch script had been taken for a step, so that the page advised an srun that fails."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert describe_launcher()["started_by"] == started_by
 
 
 FAKE = Path(__file__).parents[2] / "helpers" / "fake_mlflow"

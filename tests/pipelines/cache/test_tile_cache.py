@@ -316,9 +316,39 @@ def test_of_a_folder_that_was_taken_away_tiles_are_read_anew(tmp_path, caplog):
     filled(tmp_path, 8)
     with TileCache(tmp_path, BOUND, KIND) as cache:
         shutil.rmtree(cache._shards.path)
-        assert not holds(cache, 3)
-        assert not holds(cache, 99)
-    assert "its tiles cannot be listed" in caplog.text
+        assert not any(holds(cache, number) for number in (3, 4, 98, 99))
+        assert cache.counts.damaged == 2
+    first, second = caplog.messages
+    assert "others are only counted" in first
+    assert "its tiles cannot be listed: " in second
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_shard_whose_number_was_given_again_is_not_taken_for_the_first(is_read, tmp_path):
+    """Tiles that do not compress have the same size, so those of one shard are found by the index of another."""
+    shards = filled(tmp_path, 8)
+    cache = TileCache(tmp_path, BOUND, KIND)
+    os.utime(shards.tiles_of(0), (1, 1))
+    assert not is_read or holds(cache, 3)
+    shutil.rmtree(shards.path)
+    with TileCache(tmp_path, BOUND, KIND) as other:
+        add(other, 8, 16)
+    assert shards.shards() == [0]
+    assert not any(holds(cache, number) for number in range(8))
+
+
+def test_a_number_whose_tiles_were_deleted_is_not_given_again(tmp_path):
+    filled(tmp_path, 8)
+    with TileCache(tmp_path, BOUND, KIND) as running:
+        shards = filled(tmp_path, 16)
+        for shard in range(3):
+            shards.tiles_of(shard).unlink()
+        with TileCache(tmp_path, BOUND, KIND) as new:
+            add(new, 16, 24)
+        add(running, 24, 32)
+    assert shards.shards() == list(range(5))
+    reader = TileCache(tmp_path, BOUND, KIND)
+    assert [number for number in range(32) if holds(reader, number)] == list(range(16, 32))
 
 
 def test_a_disk_that_is_full_ends_nothing(tmp_path, monkeypatch):
