@@ -37,12 +37,13 @@ class ReportCommand:
 
 
 def report(command: ReportCommand) -> None:
-    if len(command.runs) > 1:
-        print(write_comparison(command.runs, command.out))
-    elif (command.runs[0] / NAME).is_file():
-        print(write_page(command.runs[0]))
+    runs = [run.resolve() if run.name in ("", "..") else run for run in command.runs]  # pages show the names
+    if len(runs) > 1:
+        print(write_comparison(runs, command.out))
+    elif (runs[0] / NAME).is_file():
+        print(write_page(runs[0]))
     else:
-        print(write_report(command.runs[0]))
+        print(write_report(runs[0]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

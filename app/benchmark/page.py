@@ -76,10 +76,7 @@ def write_page(folder: Path) -> Path:
 
 
 def render(bench: Mapping[str, Any], folder: Path) -> str:
-    rows, out = (
-        bench["rows"],
-        str(folder if folder.name else folder.resolve()),
-    )  # not the --out of the settings: the folder may have been moved
+    rows, out = bench["rows"], str(folder)  # not the --out of the settings: the folder may have been moved
     again = f"{bench['command']} --out {shlex.quote(out + '-again')}"  # of two --out the last counts
     headers = ("model", "tile px", "ranks", "tiles a step", HEADERS[0], HEADERS[-1], *HEADERS[1:-1])
     table = []

@@ -241,9 +241,7 @@ def _legend(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _commands(files: RunFiles) -> list[str]:
     """Commands that repeat this run, or continue one that was interrupted."""
-    out = str(
-        files.folder if files.folder.name else files.folder.resolve()
-    )  # not that of config.yaml: the folder may have been moved or copied
+    out = str(files.folder)  # not that of config.yaml: the folder may have been moved or copied
     launcher, ranks = files.environment.get("launcher") or {}, files.summary.get("ranks", 1)
     per_node = int((launcher.get("variables") or {}).get("LOCAL_WORLD_SIZE", ranks))
     several = f"--nnodes {-(-ranks // per_node)} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " * (ranks > per_node)

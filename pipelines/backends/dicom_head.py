@@ -1,8 +1,8 @@
 """Header of a DICOM file before its frames: kind, series, place on the glass, and what OpenSlide would misread.
 
-OpenSlide would show the first channel of several without a word, mix the levels of two slides, leave out a level that
-was cut short, or bring the process down (libdicom follows a table of frame positions that may be absent): such series
-are refused. Follows DICOM PS3.3 section A.32.8 (whole slides), tags of PS3.6.
+Such series are refused: OpenSlide would show the first channel of several without a word, mix the levels of two slides,
+or leave out a level that was cut short. Or the process would end, as libdicom follows a table of frame positions that
+may be absent. Follows DICOM PS3.3 section A.32.8 (whole slides), tags of PS3.6.
 """
 
 from __future__ import annotations

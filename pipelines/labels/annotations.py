@@ -189,8 +189,8 @@ def read_annotations(
             training learns what is drawn.
 
     Raises:
-        ValueError: no file can be read, nothing is drawn in any of them to learn, ids without a name, or a class map
-            that lists what is not drawn, or whose ``*`` takes another spelling of a listed name.
+        ValueError: no file can be read, nothing is drawn in any of them to learn, or ids have no name. Or the class map
+            lists what is not drawn, or its ``*`` takes another spelling of a listed name.
     """
     cache = AnnotationCache()
     slides = sorted(files.path)
