@@ -23,7 +23,7 @@ MARGIN, SIDE, GAP = 24.0, 216.0, 34.0
 WIDTH, TOP, PHASES_TOP = 2 * MARGIN + 4 * SIDE + 3 * GAP, 164.0, 546.0
 SHOWN, CARD, ROW = 4, 214.0, 19.0
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-SUMS = {"moments": "mean and squared differences"}
+SUMS = {"moments": "mean, squared differences"}
 
 
 def plan(model: str, norm: str) -> RegionRun:
@@ -129,7 +129,7 @@ def _phase(run: RegionRun, phase: Phase, number: int) -> Iterator[str]:
     words.append(("computes", [_name(each.name) for each in steps], "ink"))
     words.append(("stores", [f"{_name(s.name)}, {bytes_text(s.value_bytes)}" for s in stored], "ink"))
     words.append(("sums", [SUMS[s.name.split("~")[1]] for s in given if s.sums], "f2"))
-    high = 236.0
+    high = 254.0
     yield f'<rect class="s7" x="{left:.1f}" y="{PHASES_TOP:.1f}" width="{wide:.1f}" height="{high:.1f}" rx="6"/>'
     y = PHASES_TOP + 24
     yield svg_text(left + 12, y, f"phase {number + 1}", 14, bold=True)
